@@ -1,0 +1,36 @@
+# Two commands: `make run` does the main job, `make test` every check. Both set themselves up.
+PYTHON ?= python3
+bin := .venv/bin
+
+.PHONY: run test lint types imports unit bench clean
+
+run: .venv/installed
+	$(bin)/shaped simulate --out out
+
+test: lint types imports unit
+
+lint: .venv/installed
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+
+types: .venv/installed
+	$(bin)/pyright --warnings
+
+imports: .venv/installed
+	$(bin)/lint-imports
+
+unit: .venv/installed
+	$(bin)/pytest
+
+bench: .venv/installed
+	$(bin)/python benchmarks/limit.py
+
+# Made anew whenever what is to be installed changes; the file is written last, so an interrupted install is tried again.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shaped needs Python 3.11 or newer, found " + sys.version)'
+	$(PYTHON) -m venv .venv
+	$(bin)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv out

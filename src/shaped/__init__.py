@@ -1,0 +1,15 @@
+"""The shaped Transformer: its infinite-depth-and-width limit and its finite networks, as one object each."""
+
+from shaped.covariance import correlation as correlation
+from shaped.covariance import equicorrelated as equicorrelated
+from shaped.covariance import gram as gram
+from shaped.layers import Chain as Chain
+from shaped.layers import Layer as Layer
+from shaped.layers import NoLimit as NoLimit
+from shaped.layers import ShapedAttention as ShapedAttention
+from shaped.layers import ShapedFeedForward as ShapedFeedForward
+from shaped.layers import ShapedPerceptron as ShapedPerceptron
+from shaped.limit import solve as solve
+from shaped.trajectory import Trajectory as Trajectory
+
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+from shaped.cli import main
+
+main()

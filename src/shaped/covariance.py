@@ -1,0 +1,165 @@
+"""Covariance matrices of tokens: V = X Xᵀ / n, their correlations, and factors that survive collapse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+Matrix = Float[Tensor, "*batch m m"]
+
+
+def gram(X: Float[Tensor, "*batch m n"]) -> Matrix:
+    r"""The neural covariance $V = X X^\top / n$ (Sec. 2, "Neural Covariance")."""
+    return X @ X.mT / X.shape[-1]
+
+
+def correlation(V: Matrix) -> Matrix:
+    r"""$\rho^{\alpha\beta} = V^{\alpha\beta} (V^{\alpha\alpha} V^{\beta\beta})^{-1/2}$ (Sec. 2), in [-1, 1].
+
+    A token of length zero points nowhere: its correlation with every other token is 0.
+    """
+    inverse_length = V.diagonal(dim1=-2, dim2=-1).rsqrt()
+    inverse_length = torch.where(inverse_length.isfinite(), inverse_length, 0.0)
+    rho = (V * inverse_length[..., :, None] * inverse_length[..., None, :]).clamp(-1.0, 1.0)
+    rho.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return rho
+
+
+def equicorrelated(
+    m: int,
+    rho: float,
+    variance: float = 1.0,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+) -> Float[Tensor, "m m"]:
+    """m tokens of equal variance, each pair with correlation rho: the start of every figure of the paper."""
+    if m < 1:
+        raise ValueError(f"m must be at least 1, got {m}")
+    least = -1.0 / (m - 1) if m > 1 else -1.0
+    if not least <= rho <= 1.0:
+        raise ValueError(f"rho must lie in [-1/(m-1), 1] = [{least:.4g}, 1] for m = {m} tokens, got {rho}")
+    if not 0.0 < variance < math.inf:
+        raise ValueError(f"variance must be positive and finite, got {variance}")
+    V = torch.full((m, m), variance * rho, dtype=dtype, device=device)
+    return V.fill_diagonal_(variance)
+
+
+# Up to this many tokens, sums of outer products over the whole batch beat batched BLAS and LAPACK on the CPU: twofold at 4 tokens
+# where the samples lie next to each other in memory (`batch_innermost`), as the solver keeps them.
+FEW = 6
+
+
+def batch_innermost(V: Shaped[Tensor, "batch m k"]) -> Shaped[Tensor, "batch m k"]:
+    """The same tensor, with the samples next to each other in memory; element-wise results keep that order."""
+    return V.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) -> Float[Tensor, "*batch m l"]:
+    """A @ B, fast for many small matrices too."""
+    if A.shape[-1] > FEW:
+        return A @ B
+    total = A[..., :, :1] * B[..., :1, :]
+    for k in range(1, A.shape[-1]):
+        total.addcmul_(A[..., :, k : k + 1], B[..., k : k + 1, :])
+    return total
+
+
+def weighted_mean(P: Float[Tensor, "m m"], N: Matrix) -> Float[Tensor, "*batch m 1"]:
+    """The mean of each row of N under the weights in the same row of P."""
+    if P.shape[-1] > FEW:
+        return (P * N).sum(-1, keepdim=True)
+    total = P[:, :1] * N[..., :, :1]
+    for k in range(1, P.shape[-1]):
+        total.addcmul_(P[:, k : k + 1], N[..., :, k : k + 1])
+    return total
+
+
+def factor(V: Matrix) -> Matrix:
+    """Some L with L Lᵀ = V to rounding, for any positive semi-definite V, also when tokens coincide.
+
+    It is the Cholesky factor, with pivots raised to a few units in the last place of the token's variance: the rounding
+    errors in V are that large. A matrix that is not finite gets a factor that is not finite.
+    """
+    unit = 4 * V.shape[-1] * torch.finfo(V.dtype).eps
+    if V.shape[-1] <= FEW:
+        return _cholesky_by_columns(V, unit)
+    raised = V.clone()
+    raised.diagonal(dim1=-2, dim2=-1).mul_(1.0 + unit)
+    L, info = torch.linalg.cholesky_ex(raised)
+    failed = info > 0  # a token of length zero, or rounding errors that are larger than usual
+    if failed.any():
+        L = torch.where(failed[..., None, None], eigen_factor(V), L)
+    return L
+
+
+def _cholesky_by_columns(V: Matrix, unit: float) -> Matrix:
+    floor = V.diagonal(dim1=-2, dim2=-1) * unit + torch.finfo(V.dtype).tiny
+    L, rest = torch.zeros_like(V), V.clone()
+    for j in range(V.shape[-1]):
+        scale = torch.maximum(rest[..., j, j], floor[..., j]).rsqrt_()
+        column = rest[..., j:, j] * scale[..., None]
+        L[..., j:, j] = column
+        if j + 1 < V.shape[-1]:
+            below = column[..., 1:]
+            rest[..., j + 1 :, j + 1 :].addcmul_(below[..., :, None], below[..., None, :], value=-1.0)
+    return L
+
+
+def eigen_factor(V: Matrix) -> Matrix:
+    """A factor of the nearest positive semi-definite matrix to V; not finite where V is not finite."""
+    finite = V.isfinite().all(-1).all(-1)[..., None, None]
+    values, vectors = torch.linalg.eigh(torch.where(finite, V, 0.0))
+    return torch.where(finite, vectors * values.clamp(min=0.0).sqrt()[..., None, :], torch.nan)
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A point of the positive cone, known by its matrix or by a factor; the other is computed when first asked for."""
+
+    matrix: Matrix | None = None
+    root: Float[Tensor, "*batch m k"] | None = None
+
+    @cached_property
+    def V(self) -> Matrix:
+        if self.matrix is not None:
+            return self.matrix
+        assert self.root is not None
+        return product(self.root, self.root.mT)
+
+    @cached_property
+    def L(self) -> Float[Tensor, "*batch m k"]:
+        return self.root if self.root is not None else factor(self.V)
+
+
+def symmetrised(V: Matrix) -> Matrix:
+    return (V + V.mT) / 2
+
+
+def vech(V: Matrix) -> Float[Tensor, "*batch p"]:
+    """The upper triangle, row by row: the order of the rows and columns of `Sigma`."""
+    rows, columns = torch.triu_indices(V.shape[-1], V.shape[-1], device=V.device)
+    return V[..., rows, columns]
+
+
+def check_covariance(V: Tensor, name: str = "V0") -> None:
+    """Raises a ValueError that names what is wrong with a matrix that should be a covariance."""
+    if V.ndim < 2 or V.shape[-1] != V.shape[-2] or V.shape[-1] == 0:
+        raise ValueError(f"{name} must be square, [m, m] or [samples, m, m], got shape {tuple(V.shape)}")
+    if not V.isfinite().all():
+        worst = V[~V.isfinite()][0].item()
+        raise ValueError(f"{name} must be finite, got an entry {worst}")
+    # Rounding of single-precision input is forgiven in double precision too: people pass X Xᵀ / n of float32 tokens.
+    scale = V.abs().amax((-2, -1))
+    tolerance = 1e-6 * scale
+    skew = (V - V.mT).abs().amax((-2, -1))
+    if (skew > tolerance).any():
+        raise ValueError(f"{name} must be symmetric, got entries that differ by {skew.max().item():.3g} across the diagonal")
+    least = torch.linalg.eigvalsh(symmetrised(V))[..., 0]
+    if (least < -tolerance).any():
+        raise ValueError(f"{name} must be positive semi-definite, got an eigenvalue {least.min().item():.3g}")

@@ -1,0 +1,255 @@
+"""Runs a Markov chain of covariances for many samples: blocks, recording, stopping, progress.
+
+Samples are cut into blocks whose size depends on the number of tokens and the kind of device alone. A block has its own stream of random
+numbers and is always computed as a whole, so results do not depend on how many blocks are worked on together, or where.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from shaped.covariance import FEW, batch_innermost, check_covariance, eigen_factor, symmetrised
+from shaped.randomness import Stream
+from shaped.trajectory import Trajectory
+
+S = TypeVar("S")
+Record = str | int
+
+
+class Process(ABC, Generic[S]):
+    """One step at a time: what `solve` and `propagate` hand to the engine. S is the state of a block of paths."""
+
+    @abstractmethod
+    def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> S: ...
+
+    @abstractmethod
+    def step(self, state: S, stream: Stream) -> tuple[S, Bool[Tensor, " batch"] | None]:
+        """The next state, and on which paths something happened that is worth counting (None: on none)."""
+
+    @abstractmethod
+    def covariance(self, state: S) -> Float[Tensor, "batch m m"]: ...
+
+    @abstractmethod
+    def select(self, choice: Bool[Tensor, " batch"], yes: S, no: S) -> S:
+        """The paths of `yes` where `choice` holds, those of `no` elsewhere."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Everything that determines the paths of one block."""
+
+    process: Process
+    V0: Float[Tensor, "batch m m"]
+    steps: int
+    kept: tuple[int, ...]
+    dt: float
+    bounds: Bounds
+    seed: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """When a path stops: eigenvalues above `upper` or below `lower`; None: only what leaves the safe part of the float range."""
+
+    upper: float | None
+    lower: float | None
+
+    def crossed(self, V: Float[Tensor, "batch m m"]) -> Bool[Tensor, " batch"]:
+        crossed = ~is_safe(V)
+        eye = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
+        # A matrix is positive definite exactly when its Cholesky factor exists: cheaper than its eigenvalues.
+        if self.upper is not None:
+            crossed |= torch.linalg.cholesky_ex(self.upper * eye - V).info > 0
+        if self.lower is not None:
+            crossed |= torch.linalg.cholesky_ex(V - self.lower * eye).info > 0
+        return crossed
+
+
+def is_safe(V: Float[Tensor, "batch m m"]) -> Bool[Tensor, " batch"]:
+    """Is V of a size whose cube, which the drift takes, neither overflows nor loses digits? Never where it is not finite."""
+    size = torch.linalg.vector_norm(V, math.inf, dim=(-2, -1))
+    limits = torch.finfo(V.dtype)
+    return (size > limits.tiny**0.25) & (size < limits.max**0.25)
+
+
+def run(
+    process: Process,
+    V0: Tensor,
+    *,
+    steps: int,
+    dt: float,
+    samples: int | None,
+    seed: int,
+    record: Record,
+    upper: float | None,
+    lower: float | None,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    chunk: int | None,
+    progress: bool | None,
+    info: dict[str, str | int | float],
+    event: str | None = None,
+) -> Trajectory:
+    """Simulates `samples` paths of `process` over `steps` steps of length `dt`, from V0."""
+    where = checked_device(device)
+    V0 = checked_start(V0, samples, dtype).to(where)
+    samples, m = V0.shape[0], V0.shape[-1]
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    for name, bound in (("upper", upper), ("lower", lower)):
+        if bound is not None and not 0.0 <= bound < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {bound}")
+    kept = recorded_steps(record, steps)
+
+    size = block_size(m, where)
+    jobs = [Job(process, V0[i : i + size], steps, kept, dt, Bounds(upper, lower), seed, i // size) for i in range(0, samples, size)]
+    V = allocated((len(kept), samples, m, m), dtype, where)
+    stopped = torch.empty(samples, dtype=torch.float64)
+    events = 0
+    together = max(1, (chunk or samples) // size)
+    with progress_bar(progress, total=len(jobs) * steps) as advance:
+        for first in range(0, len(jobs), together):
+            for job in jobs[first : first + together]:
+                place = slice(job.block * size, job.block * size + len(job.V0))
+                V[:, place], stopped[place], count = run_block(job, advance)
+                events += count
+    t = torch.tensor(kept, dtype=torch.float64) * dt
+    return Trajectory(t, V, stopped, info | {"seed": seed} | ({event: events} if event else {}))
+
+
+def run_block(job: Job, advance: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor, int]:
+    """The recorded covariances of one block, its stopping times, and how many events were counted."""
+    V0 = batch_innermost(job.V0) if job.V0.shape[-1] <= FEW else job.V0.contiguous()
+    stream = Stream(job.seed, job.block, dtype=V0.dtype, device=V0.device)
+    process, samples = job.process, len(V0)
+    parked = state = process.start(V0, stream)
+    shown, alive, events = V0, ~job.bounds.crossed(V0), 0
+    stopped = torch.where(alive, math.inf, 0.0).to(torch.float64)
+    recorded = V0.new_empty(len(job.kept), *V0.shape)
+    if job.kept[0] == 0:
+        recorded[0] = V0
+    place = {step: i for i, step in enumerate(job.kept)}
+    running = int(alive.sum())
+    for step in range(1, job.steps + 1):
+        if running:
+            state, happened = process.step(state, stream)
+            V = process.covariance(state)
+            crossed = job.bounds.crossed(V)
+            if happened is not None:
+                events += int((happened & alive).sum())
+            if running < samples or crossed.any():
+                # A path shows the state in which it stopped (its last safe one, if it jumped out of the float range), and goes on
+                # unseen from its start.
+                shown = torch.where((alive & is_safe(V))[:, None, None], V, shown)
+                stopped = torch.where(alive & crossed, step * job.dt, stopped)
+                alive = alive & ~crossed
+                running = int(alive.sum())
+                state = process.select(alive, state, parked)
+            else:
+                shown = V
+        if step in place:
+            recorded[place[step]] = symmetrised(shown)
+        advance()
+    return recorded, stopped.cpu(), events
+
+
+def allocated(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError):
+        size = math.prod(shape) * dtype.itemsize / 2**30
+        raise ValueError(f"samples and record ask for {size:.3g} GiB, more than {device} has: record fewer steps or samples") from None
+
+
+def block_size(m: int, device: torch.device) -> int:
+    """Samples a block: enough to hide Python's overhead, few enough to stay in the cache (CPU) or in memory (GPU)."""
+    entries, most = (2**15, 2**12) if device.type == "cpu" else (2**22, 2**16)
+    return max(1, min(most, 2 ** int(math.log2(max(1, entries // m**2)))))
+
+
+def recorded_steps(record: Record, steps: int) -> tuple[int, ...]:
+    if record == "all":
+        return tuple(range(steps + 1))
+    if record == "last":
+        return (steps,)
+    if isinstance(record, int) and not isinstance(record, bool) and record >= 1:
+        return (*range(0, steps, record), steps)
+    raise ValueError(f"record must be 'all', 'last' or a whole number of steps, at least 1, got {record!r}")
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {str(device)!r}") from None
+    return where
+
+
+def checked_start(V0: Tensor, samples: int | None, dtype: torch.dtype) -> Float[Tensor, "sample m m"]:
+    """V0 for every sample, symmetric and positive semi-definite to the last digit."""
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float64 or torch.float32, got {dtype}")
+    V0 = torch.as_tensor(V0)
+    if samples is not None and samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    if V0.ndim > 3:
+        raise ValueError(f"V0 must be square, [m, m] or [samples, m, m], got shape {tuple(V0.shape)}")
+    V0 = V0.to(torch.float64)
+    check_covariance(V0, "V0")
+    V0 = symmetrised(V0)
+    indefinite = torch.linalg.eigvalsh(V0)[..., :1, None] < 0.0
+    if indefinite.any():
+        root = eigen_factor(V0)
+        V0 = torch.where(indefinite, root @ root.mT, V0)
+    if V0.ndim == 2:
+        return V0.to(dtype).expand(samples or 1, -1, -1)
+    if samples not in (None, V0.shape[0]):
+        raise ValueError(f"samples must be {V0.shape[0]}, the number of matrices in V0, or left out, got {samples}")
+    return V0.to(dtype)
+
+
+@contextmanager
+def progress_bar(wanted: bool | None, total: int) -> Iterator[Callable[[], None]]:
+    """Yields a function to call after each step. Shows a bar on work of over a second (None), at once (True) or never (False).
+
+    Nothing is ever shown where standard error is not a terminal.
+    """
+    if wanted is False:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    bar = Progress("simulating", BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=console, transient=True)
+    task = bar.add_task("simulating", total=total)
+    patience = time.monotonic() + (0.0 if wanted else 1.0)
+
+    def advance() -> None:
+        bar.advance(task)
+        if not bar.live.is_started and time.monotonic() > patience:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        bar.stop()

@@ -1,0 +1,1 @@
+"""One file a figure: `compute` makes the numbers, `draw` reads only those."""

@@ -1,0 +1,164 @@
+"""`shaped simulate`: the covariance SDE in numbers and a picture."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+import shaped
+from shaped.covariance import equicorrelated
+from shaped.figures.density import correlation_density, kernel_density, pairs
+from shaped.layers import Chain, Layer, ShapedAttention, ShapedFeedForward, ShapedPerceptron
+from shaped.limit import solve
+
+PERCENTILES = (5, 25, 50, 75, 95)
+SERIES_MEMORY = 2**28  # bytes that the recorded paths may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The paper's Figure 1 by default."""
+
+    layers: str = "attention,feedforward"
+    tokens: int = 4
+    width: int = 200
+    depth: int = 150
+    gamma: float = 8**-0.5
+    tau0: float = 1.0
+    heads: int = 1
+    project: bool = False
+    mask: str | None = None
+    c_plus: float = 0.0
+    c_minus: float = -1.0
+    rho: float = 0.2
+    samples: int = 4096
+    step: float = 0.01
+    seed: int = 0
+    method: str = "cone"
+    upper: float | None = None
+    lower: float | None = None
+    device: str = "cpu"
+
+    def layer(self) -> Layer:
+        made = {
+            "attention": lambda: ShapedAttention(self.gamma, self.tau0, self.heads, self.project, self.mask),
+            "feedforward": lambda: ShapedFeedForward(self.gamma, self.c_plus, self.c_minus),
+            "perceptron": lambda: ShapedPerceptron(self.c_plus, self.c_minus),
+        }
+        names = [name.strip() for name in self.layers.split(",")]
+        for name in names:
+            if name not in made:
+                raise ValueError(f"layers must be a list of {', '.join(made)}, got {name!r}")
+        return Chain(*(made[name]() for name in names))
+
+
+def compute(settings: Settings, progress: bool | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The summary, which is JSON, and the arrays that `draw` reads."""
+    for name in ("width", "depth"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(settings, name)}")
+    if not 0.0 < settings.step < math.inf:
+        raise ValueError(f"step must be positive and finite, got {settings.step}")
+    T = settings.depth / settings.width
+    steps = max(1, round(T / settings.step))
+    V0 = equicorrelated(settings.tokens, settings.rho)
+    frames = max(1, min(64, SERIES_MEMORY // (8 * max(1, settings.samples) * settings.tokens**2)))
+    began = time.perf_counter()
+    paths = solve(
+        settings.layer(),
+        V0,
+        T=T,
+        steps=steps,
+        samples=settings.samples,
+        seed=settings.seed,
+        method=settings.method,
+        record=math.ceil(steps / frames),
+        upper=settings.upper,
+        lower=settings.lower,
+        device=settings.device,
+        progress=progress,
+    )
+    seconds = time.perf_counter() - began
+    survived = paths.stopped.isinf().to(paths.V.device)
+    V, rho = paths.V[:, survived].cpu().numpy(), paths.rho[:, survived].cpu().numpy()
+    summary: dict[str, Any] = {
+        "version": shaped.__version__,
+        "settings": asdict(settings) | {"horizon": T, "steps": steps},
+        "rho": summarise(pairs(rho[-1])),
+        "V": summarise(pairs(V[-1])),
+        "variance": summarise(np.diagonal(V[-1], axis1=-2, axis2=-1)),
+        "stopped_share": paths.stopped_share,
+        "seconds": seconds,
+    } | {key: value for key, value in paths.info.items() if key == "projections"}
+    arrays = {"t": paths.t.numpy()}
+    if settings.tokens > 1 and survived.any():
+        over_time = pairs(rho).reshape(len(rho), -1)
+        arrays["rho_over_time"] = np.percentile(over_time, PERCENTILES, axis=1)
+        arrays |= densities("rho", pairs(rho[-1]).ravel())
+        arrays |= densities("V", pairs(V[-1]).ravel())
+    return summary, arrays
+
+
+def summarise(values: Float[np.ndarray, "sample entry"]) -> dict[str, Any] | None:
+    """Over the paths that did not stop. Entries of one path depend on each other, so the standard error is that of the paths' means."""
+    if values.size == 0:
+        return None
+    own = values.mean(1)
+    return {
+        "mean": float(values.mean()),
+        "standard_error": float(own.std(ddof=1) / math.sqrt(len(own))) if len(own) > 1 else None,
+        "standard_deviation": float(values.std()),
+        "percentiles": {str(p): float(x) for p, x in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)},
+    }
+
+
+def densities(name: str, x: Float[np.ndarray, " sample"]) -> dict[str, np.ndarray]:
+    """Histogram and kernel density estimate over the range that holds 99 % of the values."""
+    low, high = np.percentile(x, [0.5, 99.5])
+    margin = 0.05 * (high - low) or 1e-3
+    low, high, estimate = (-0.999, 0.999, correlation_density) if name == "rho" else (low - margin, high + margin, kernel_density)
+    grid = np.linspace(low, high, 256)
+    counts, edges = np.histogram(x, bins=60, range=(low, high))
+    return {
+        f"{name}_grid": grid,
+        f"{name}_density": estimate(x, grid),
+        f"{name}_edges": edges,
+        f"{name}_heights": counts / (len(x) * np.diff(edges)),
+    }
+
+
+def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
+    """A PNG: the spread of rho over time, and the densities of rho and V at the horizon."""
+    from matplotlib.figure import Figure
+
+    blue, grey = "#0072B2", "#999999"
+    settings = summary["settings"]
+    figure = Figure(figsize=(10.5, 3.4), layout="constrained")
+    over_time, at_end, covariance = figure.subplots(1, 3)
+    t, bands = arrays["t"], arrays["rho_over_time"]
+    over_time.fill_between(t, bands[0], bands[4], color=blue, alpha=0.15, linewidth=0, label="5 % to 95 %")
+    over_time.fill_between(t, bands[1], bands[3], color=blue, alpha=0.3, linewidth=0, label="25 % to 75 %")
+    over_time.plot(t, bands[2], "--", color=blue, label="median")
+    over_time.set(xlabel="$t = $ depth / width", ylabel=r"$\rho^{\alpha\beta}_t$", xlim=(t[0], t[-1]))
+    over_time.legend(frameon=False, fontsize=8, loc="best")
+    for axes, name, label in ((at_end, "rho", r"\rho^{\alpha\beta}_T"), (covariance, "V", r"V^{\alpha\beta}_T")):
+        axes.stairs(arrays[f"{name}_heights"], arrays[f"{name}_edges"], fill=True, color=grey, alpha=0.35, label="histogram")
+        axes.plot(arrays[f"{name}_grid"], arrays[f"{name}_density"], "--", color=blue, label="kernel density")
+        axes.axvline(settings["rho"], color="black", linewidth=0.8, linestyle=":", label="start")
+        axes.set(xlabel=f"${label}$", ylabel="density", ylim=(0, None))
+        axes.legend(frameon=False, fontsize=8)
+    names = " + ".join(settings["layers"].split(","))
+    figure.suptitle(
+        rf"Covariance SDE, {names}: $m={settings['tokens']}$, $T={settings['horizon']:g}$, "
+        rf"$\gamma={settings['gamma']:.4g}$, $\tau_0={settings['tau0']:g}$, {settings['samples']} samples",
+        fontsize=10,
+    )
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=160)
+    return buffer.getvalue()

@@ -1,0 +1,8 @@
+"""The layers of the theory."""
+
+from shaped.layers.attention import ShapedAttention as ShapedAttention
+from shaped.layers.base import Chain as Chain
+from shaped.layers.base import Layer as Layer
+from shaped.layers.base import NoLimit as NoLimit
+from shaped.layers.feedforward import ShapedFeedForward as ShapedFeedForward
+from shaped.layers.feedforward import ShapedPerceptron as ShapedPerceptron

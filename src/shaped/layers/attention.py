@@ -1,0 +1,186 @@
+"""Shaped attention (Eq. shaped-attention) for any mask or bias on the logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shaped.covariance import Matrix, Point, product, weighted_mean
+from shaped.layers.base import Layer, check_residual
+from shaped.layers.terms import Term, WeightNoise
+from shaped.randomness import Normals
+
+Bias = Float[Tensor, "m m"]
+Mask = str | Tensor | None
+
+
+def resting_attention(mask: Mask, m: int, like: Tensor) -> Float[Tensor, "m m"]:
+    r"""$P = \text{softmax}(B)$ row by row: the attention at zero logits, by which shaped attention is centred.
+
+    $11^\top/m$ without a mask (Eq. shaped-attention); 1/i in the first i entries of row i for the causal mask (below it).
+    """
+    if isinstance(mask, Tensor):
+        if mask.shape[-1] != m:
+            raise ValueError(f"mask must be {m} x {m} for {m} tokens, got {mask.shape[-1]} x {mask.shape[-1]}")
+        return torch.softmax(mask.to(like), -1)
+    P = torch.ones(m, m, dtype=like.dtype, device=like.device)
+    if mask == "causal":
+        P = P.tril()
+    return P / P.sum(-1, keepdim=True)
+
+
+@dataclass(frozen=True, eq=False)
+class LogitPerturbation(Term):
+    r"""What random logits of size $O(n^{-1/2})$ do to the covariance, for attention centred at its resting state P.
+
+    Let $N$ be the logits' limit, $\mathbb{E} N^{\alpha\delta} N^{\beta\omega} = V^{\alpha\beta} V^{\delta\omega}$ (Lemma mom-y), and
+    $E = P \circ (N - (P \circ N) 11^\top)$ the first-order change of the softmax. Then, for Thm. sde-attention in its general form,
+    $b = \text{rate}\,[\mathbb{E}\,E V E^\top + \tfrac12 (P \circ S_2) V + \tfrac12 V (P \circ S_2)^\top]$, and the noise is
+    $\sqrt{\text{variance}}\,(E V + V E^\top)$.
+    """
+
+    mask: Mask = field(repr=False)
+    rate: float
+    variance: float
+
+    def drift(self, V: Matrix) -> Matrix:
+        P = resting_attention(self.mask, V.shape[-1], V)
+        second = product(second_order_change(P, V), V)
+        return self.rate * (squared_change(P, V) * V + second + second.mT)
+
+    def noise(self, point: Point, normals: Normals) -> Matrix:
+        P = resting_attention(self.mask, point.V.shape[-1], point.V)
+        half = product(first_order_change(P, point.L, normals), point.V)
+        return math.sqrt(self.variance) * (half + half.mT)
+
+    def tensor(self, V: Matrix) -> Float[Tensor, "*batch m m m m"]:
+        r"""$\mathcal{A}$ of Thm. sde-attention, with the sums over $S_1$ carried out one index at a time."""
+        P = resting_attention(self.mask, V.shape[-1], V)
+        W = P @ V
+        U = W @ P.mT
+        # S1[a, k, c, j]: the covariance of the centred logits (a, k) and (c, j), without its factor V_ac.
+        S1 = V[..., None, :, None, :] - W.mT[..., None, :, :, None] - W[..., :, None, None, :] + U[..., :, None, :, None]
+        Z = P[:, :, None] * V[..., None, :, :]  # Z[a, k, b] = P_ak V_kb, so that (E V)_ab = sum_k (centred N)_ak Z_akb
+        half = torch.einsum("...ac,...akb,...akcj,...cjd->...abcd", V, Z, S1, Z)
+        half = half + half.transpose(-1, -2)
+        return self.variance * (half + half.transpose(-3, -4))
+
+    def move(self, point: Point, h: float, normals: Normals) -> Point:
+        r"""$V' = M V M^\top + h\,(\text{rate} - \text{variance})\,E V E^\top$ with $M = I + \sqrt{h\,\text{variance}}\,E + h\,D$.
+
+        $D = \tfrac12\,\text{rate}\cdot P \circ S_2$ brings in the drift's second part, and the two squares in E its first part:
+        on average they add up to $\text{rate}\cdot h\,\mathbb{E}\,E V E^\top$. The rate is never below the variance (for a layer,
+        variance/rate = gamma²/heads), so this is a sum of positive semi-definite matrices.
+        """
+        L, V = point.L, point.V
+        P = resting_attention(self.mask, V.shape[-1], V)
+        E = first_order_change(P, L, normals)
+        M = torch.add(math.sqrt(h * self.variance) * E, second_order_change(P, V), alpha=h * self.rate)
+        moved = L + product(M, L)
+        spread = product(E, L)
+        return Point(matrix=product(moved, moved.mT).add_(product(spread, spread.mT), alpha=h * (self.rate - self.variance)))
+
+    def plus(self, other: Term) -> Term | None:
+        if not isinstance(other, LogitPerturbation) or not same_mask(self.mask, other.mask):
+            return None
+        return LogitPerturbation(self.mask, self.rate + other.rate, self.variance + other.variance)
+
+
+def same_mask(one: Mask, other: Mask) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or (isinstance(one, str) and one == other)
+
+
+def softmax_derivative(P: Bias, N: Matrix) -> Matrix:
+    r"""$P \circ (N - (P \circ N) 11^\top)$: the derivative of a row-wise softmax with value P in the direction N."""
+    return (N - weighted_mean(P, N)).mul_(P)
+
+
+def first_order_change(P: Bias, L: Float[Tensor, "*batch m k"], normals: Normals) -> Matrix:
+    r"""A draw of $E = P \circ (N - (P \circ N) 11^\top)$ with $N = L G L^\top$: the softmax's first order in the logits."""
+    N = product(product(L, normals.square(L)), L.mT)
+    return softmax_derivative(P, N)
+
+
+def second_order_change(P: Bias, V: Matrix) -> Matrix:
+    r"""$\tfrac12 P \circ S_2$, the mean of the softmax's second order in the logits (Lemma mom-Softmax-taylor).
+
+    $S_2^{\alpha\delta} = V^{\alpha\alpha}(C^{\alpha\delta} - \sum_\kappa P^{\alpha\kappa} C^{\alpha\kappa})$ with
+    $C^{\alpha\delta} = V^{\delta\delta} - 2 (PV)^{\alpha\delta}$, up to what does not depend on $\delta$ and so drops out.
+    """
+    v = V.diagonal(dim1=-2, dim2=-1)
+    C = torch.add(v[..., None, :], product(P, V), alpha=-2.0)
+    return softmax_derivative(P, C).mul_(0.5 * v[..., :, None])
+
+
+def squared_change(P: Bias, V: Matrix) -> Matrix:
+    r"""Q with $\mathbb{E}\,E V E^\top = V \circ Q$: $Q = P(V{\circ}V)P^\top - (W{\circ}W)P^\top - P(W{\circ}W)^\top + U{\circ}U$,
+    where W = PV and U = PVPᵀ."""
+    W = product(P, V)
+    U = product(W, P.mT)
+    cross = product(W * W, P.mT)
+    return product(product(P, V * V), P.mT) - cross - cross.mT + U * U
+
+
+@dataclass(frozen=True, eq=False)
+class ShapedAttention(Layer):
+    r"""$X' = \lambda X + \gamma A X W^V/\sqrt{n}$ (Eq. model), $A = I + \text{softmax}(Y/\tau + B) - \text{softmax}(B)$,
+    $\tau = \tau_0\sqrt{n n_k}$ (Eq. shaped-attention).
+
+    Args:
+        gamma: weight of the residual branch; the shortcut has lam = sqrt(1 - gamma²).
+        tau0: temperature.
+        heads: number of heads; each has its own logits and n/heads of the values.
+        project: multiply the heads' values by an output matrix W^O, as every Transformer in use does.
+        mask: None (every token sees every token), "causal", or an [m, m] bias B on the logits: numbers, with -inf where a token
+            is not to be attended to, or booleans, with True where it is.
+    """
+
+    gamma: float
+    tau0: float = 1.0
+    heads: int = 1
+    project: bool = False
+    mask: Mask = None
+
+    def __post_init__(self) -> None:
+        check_residual(self.gamma)
+        if not 0.0 < self.tau0 < math.inf:
+            raise ValueError(f"tau0 must be positive and finite, got {self.tau0}")
+        if self.heads < 1:
+            raise ValueError(f"heads must be at least 1, got {self.heads}")
+        object.__setattr__(self, "mask", _as_bias(self.mask))
+
+    def limit(self) -> tuple[Term, ...]:
+        r"""Thm. sde-attention: $\Sigma = \gamma^2(2-\gamma^2)\Sigma_{\text{lin}} + \gamma^4\tau_0^{-2}\mathcal{A}$.
+
+        Beyond the paper: heads with logits of their own average out, $\mathcal{A}/H$; an output projection is a second weight
+        matrix, $2\gamma^2\Sigma_{\text{lin}}$.
+        """
+        share = self.gamma**2
+        weights = 2.0 * share if self.project else share * (2.0 - share)
+        rate = share / self.tau0**2
+        return WeightNoise(weights), LogitPerturbation(self.mask, rate, rate * share / self.heads)
+
+
+def _as_bias(mask: object) -> Mask:
+    if mask is None or (isinstance(mask, str) and mask == "causal"):
+        return mask
+    if isinstance(mask, str):
+        raise ValueError(f"mask must be None, 'causal' or an [m, m] bias on the logits, got {mask!r}")
+    bias = torch.as_tensor(mask)
+    if bias.ndim != 2 or bias.shape[0] != bias.shape[1]:
+        raise ValueError(f"mask must be square, [m, m], got shape {tuple(bias.shape)}")
+    if bias.dtype == torch.bool:
+        bias = torch.where(bias, 0.0, -torch.inf)
+    bias = bias.to(torch.float64)
+    if (bias.isnan() | (bias == torch.inf)).any():
+        raise ValueError("mask must hold numbers or -inf, got nan or +inf")
+    empty = (bias == -torch.inf).all(-1).nonzero().flatten()
+    if len(empty):
+        raise ValueError(f"mask must leave every token something to attend to, got row {empty[0].item()} with nothing")
+    return bias

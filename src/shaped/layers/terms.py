@@ -1,0 +1,103 @@
+"""The terms that covariance SDEs are sums of. A layer lists its terms; the solver sees only terms.
+
+A term has a drift b(V), a noise of covariance Sigma(V), and a `move`: one step of size h of the equation with this term
+alone, weakly correct to first order, which stays in the positive cone at any h because it only ever multiplies a
+factor of V or adds positive semi-definite matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shaped.covariance import Matrix, Point, product
+from shaped.randomness import Normals
+
+Dense = Float[Tensor, "*batch p p"]
+
+
+class Term(ABC):
+    @abstractmethod
+    def drift(self, V: Matrix) -> Matrix:
+        """b(V)."""
+
+    @abstractmethod
+    def noise(self, point: Point, normals: Normals) -> Matrix:
+        """One draw with covariance Sigma(V)."""
+
+    @abstractmethod
+    def tensor(self, V: Matrix) -> Float[Tensor, "*batch m m m m"]:
+        """The covariance of the noise, entry [a, b, c, d] for the pair of entries (ab) and (cd) of V."""
+
+    @abstractmethod
+    def move(self, point: Point, h: float, normals: Normals) -> Point:
+        """A step of size h that cannot leave the cone."""
+
+    @abstractmethod
+    def plus(self, other: Term) -> Term | None:
+        """One term equal to both together, or None where there is no such term."""
+
+    def Sigma(self, V: Matrix) -> Dense:
+        """The covariance of the noise's upper triangle, row by row."""
+        rows, columns = torch.triu_indices(V.shape[-1], V.shape[-1], device=V.device)
+        return self.tensor(V)[..., rows, columns, :, :][..., rows, columns]
+
+
+def collected(terms: Iterable[Term]) -> tuple[Term, ...]:
+    """The same sum with as few terms as possible, so that the solver draws and multiplies as little as it can."""
+    kept: list[Term] = []
+    for term in terms:
+        for i, earlier in enumerate(kept):
+            joint = earlier.plus(term)
+            if joint is not None:
+                kept[i] = joint
+                break
+        else:
+            kept.append(term)
+    return tuple(kept)
+
+
+@dataclass(frozen=True)
+class WeightNoise(Term):
+    r"""The noise of Gaussian weights: $\Sigma = \text{scale}\cdot\Sigma_{\text{lin}}$, no drift (Thm. sde-resnet).
+
+    $\Sigma_{\text{lin}}^{\alpha\beta,\delta\omega} = V^{\alpha\delta} V^{\beta\omega} + V^{\alpha\omega} V^{\beta\delta}$
+    """
+
+    scale: float
+
+    def drift(self, V: Matrix) -> Matrix:
+        return torch.zeros_like(V)
+
+    def noise(self, point: Point, normals: Normals) -> Matrix:
+        """L (G + Gᵀ) Lᵀ / sqrt(2): a root of Sigma_lin that costs O(m³), not O(m⁶)."""
+        L = point.L
+        half = product(product(L, normals.square(L)), L.mT)
+        return math.sqrt(self.scale / 2) * (half + half.mT)
+
+    def tensor(self, V: Matrix) -> Float[Tensor, "*batch m m m m"]:
+        straight = torch.einsum("...ac,...bd->...abcd", V, V)
+        return self.scale * (straight + straight.transpose(-1, -2))
+
+    def move(self, point: Point, h: float, normals: Normals) -> Point:
+        r"""$L' = L(\sqrt{1-p}\,I + \sqrt{p/m}\,G)$: the mean of V stays exactly, whatever h.
+
+        $V' = L W L^\top$ has $\mathbb{E} W = I$, and the entries of W have the covariance of $\Sigma_{\text{lin}}(I)$ times
+        $(1 - (1-p)^2)/m$. With $(1-p)^2 = 1 - \tanh(m\,\text{scale}\,h)$ this is $\text{scale}\cdot h + O(h^3)$,
+        and p stays below 1 however large the step.
+        """
+        L = point.L
+        m = L.shape[-1]
+        keep = math.sqrt(2.0 / (1.0 + math.exp(min(2.0 * m * self.scale * h, 700.0))))
+        G = normals.square(L).mul_(math.sqrt((1.0 - keep) / m))
+        G.diagonal(dim1=-2, dim2=-1).add_(math.sqrt(keep))
+        return Point(root=product(L, G))
+
+    def plus(self, other: Term) -> Term | None:
+        return WeightNoise(self.scale + other.scale) if isinstance(other, WeightNoise) else None

@@ -1,0 +1,132 @@
+"""solve: the covariance SDE of a layer, by steps that cannot leave the positive cone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from shaped import engine
+from shaped.covariance import Point
+from shaped.layers.base import Layer
+from shaped.layers.terms import Term
+from shaped.randomness import Stream
+from shaped.trajectory import Trajectory
+
+Paths = Bool[Tensor, " batch"]
+
+
+class PointProcess(engine.Process[Point]):
+    def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> Point:
+        return Point(matrix=V0)
+
+    def covariance(self, state: Point) -> Float[Tensor, "batch m m"]:
+        return state.V
+
+    def select(self, choice: Paths, yes: Point, no: Point) -> Point:
+        return Point(matrix=torch.where(choice[:, None, None], yes.V, no.V))
+
+
+@dataclass(frozen=True, eq=False)
+class ConeSteps(PointProcess):
+    """Each term moves in turn (Lie splitting, weak order 1); no move can leave the positive cone."""
+
+    terms: tuple[Term, ...]
+    h: float
+
+    def step(self, state: Point, stream: Stream) -> tuple[Point, None]:
+        for term in self.terms:
+            state = term.move(state, self.h, stream)
+        return Point(matrix=state.V), None
+
+
+@dataclass(frozen=True, eq=False)
+class EulerSteps(PointProcess):
+    """Euler-Maruyama, V + h b(V) + sqrt(h) Sigma(V)^{1/2} xi, projected onto the cone where it left it. For comparison."""
+
+    terms: tuple[Term, ...]
+    h: float
+
+    def step(self, state: Point, stream: Stream) -> tuple[Point, Paths]:
+        drift = reduce(add, (term.drift(state.V) for term in self.terms))
+        noise = reduce(add, (term.noise(state, stream) for term in self.terms))
+        V = state.V + self.h * drift + math.sqrt(self.h) * noise
+        finite = V.isfinite().all(-1).all(-1)
+        values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], V, 0.0))
+        outside = (values[:, 0] < 0.0) & finite
+        if outside.any():
+            root = vectors * values.clamp(min=0.0).sqrt()[:, None, :]
+            V = torch.where(outside[:, None, None], root @ root.mT, V)
+        return Point(matrix=V), outside
+
+
+METHODS: dict[str, Callable[[tuple[Term, ...], float], PointProcess]] = {"cone": ConeSteps, "euler": EulerSteps}
+
+
+def solve(
+    layer: Layer,
+    V0: Tensor,
+    *,
+    T: float,
+    steps: int | None = None,
+    samples: int | None = None,
+    seed: int,
+    method: str = "cone",
+    record: engine.Record = "all",
+    upper: float | None = None,
+    lower: float | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float64,
+    chunk: int | None = None,
+    progress: bool | None = None,
+) -> Trajectory:
+    r"""Samples paths of $dV = b(V)\,dt + \Sigma(V)^{1/2}\,dB$ from V0 to time T = depth/width.
+
+    Args:
+        layer: a layer or chain with a limit.
+        V0: [m, m], or [samples, m, m] for a start of its own for each path.
+        T: the horizon, depth/width.
+        steps: number of time steps; by default as many as make a step at most 0.01.
+        samples: number of paths; by default the number of matrices in V0.
+        seed: the same seed gives the same numbers, whatever the chunk size.
+        method: "cone" (default; stays positive semi-definite at any step size) or "euler" (with projection; `info["projections"]`
+            counts how many steps needed it).
+        record: "all" steps, the "last", or every k-th and the last. With "last" memory does not grow with the number of steps.
+        upper, lower: a path stops when its largest eigenvalue passes `upper` or its smallest falls below `lower`. By default only a
+            path that leaves the safe part of the float range stops.
+        device, dtype: where and in which precision to compute.
+        chunk: number of samples to work on together, rounded to whole blocks.
+        progress: show a bar on standard error: None for work of over a second, True, False. Never where that is not a terminal.
+    """
+    if not 0.0 < T < math.inf:
+        raise ValueError(f"T must be positive and finite, got {T}")
+    if steps is None:
+        steps = max(1, math.ceil(100 * T))
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+    h = T / steps
+    return engine.run(
+        METHODS[method](layer.terms, h),
+        V0,
+        steps=steps,
+        dt=h,
+        samples=samples,
+        seed=seed,
+        record=record,
+        upper=upper,
+        lower=lower,
+        device=device,
+        dtype=dtype,
+        chunk=chunk,
+        progress=progress,
+        info={"method": method, "steps": steps},
+        event="projections" if method == "euler" else None,
+    )

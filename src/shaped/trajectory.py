@@ -1,0 +1,40 @@
+"""Trajectory: what `solve` and `propagate` return, and what figures and diagnostics read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from jaxtyping import Float
+from torch import Tensor
+
+from shaped.covariance import correlation
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """Sampled paths of the covariance.
+
+    A path that stops keeps the state it stopped in, so that every number here is finite.
+    """
+
+    t: Float[Tensor, " time"]
+    V: Float[Tensor, "time sample m m"]
+    stopped: Float[Tensor, " sample"]
+    """Time at which each path stopped; inf where it never did."""
+    info: dict[str, str | int | float] = field(default_factory=dict)
+    """How the paths were made: method, seed, and counts of what happened on the way."""
+
+    @cached_property
+    def rho(self) -> Float[Tensor, "time sample m m"]:
+        return correlation(self.V)
+
+    @property
+    def stopped_share(self) -> float:
+        return self.stopped.isfinite().double().mean().item()
+
+    def __repr__(self) -> str:
+        times, samples, m, _ = self.V.shape
+        stopped = int(self.stopped.isfinite().sum())
+        facts = ", ".join(f"{key}={value!r}" for key, value in self.info.items())
+        return f"Trajectory({times} times to t={self.t[-1]:.4g}, {samples} samples, {m} tokens, {stopped} stopped, {facts})"

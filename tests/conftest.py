@@ -1,0 +1,8 @@
+"""Shapes and types are checked at run time here, and only here; the import hook must come before `shaped` is imported."""
+
+import torch
+from jaxtyping import install_import_hook
+
+torch.set_num_threads(1)  # the tests run in several processes
+with install_import_hook("shaped", "beartype.beartype"):
+    pass

@@ -1,0 +1,85 @@
+"""Drift and Sigma are the theorems' sums, to 1e-12."""
+
+import math
+
+import numpy as np
+import oracle
+import pytest
+import torch
+
+import shaped
+from stats import generator, random_covariance
+
+
+def bias_for(kind: str, m: int) -> torch.Tensor:
+    if kind == "full":
+        return torch.zeros(m, m, dtype=torch.float64)
+    if kind == "causal":
+        return torch.zeros(m, m, dtype=torch.float64).masked_fill(~torch.ones(m, m).tril().bool(), -math.inf)
+    if kind == "alibi":
+        place = torch.arange(m, dtype=torch.float64)
+        return -0.5 * (place[:, None] - place).abs()
+    random = torch.randn(m, m, generator=generator(10 * m), dtype=torch.float64)
+    random[0, -1] = -math.inf if m > 1 else 0.0
+    return random
+
+
+def mask_for(kind: str, m: int):
+    return {"full": None, "causal": "causal"}.get(kind, bias_for(kind, m))
+
+
+def close(ours: torch.Tensor, theirs: np.ndarray) -> None:
+    assert np.abs(ours.numpy() - theirs).max() <= 1e-12 * max(np.abs(theirs).max(), 1e-300)
+
+
+@pytest.mark.parametrize("m", range(1, 7))
+@pytest.mark.parametrize("kind", ["full", "causal", "alibi", "random"])
+@pytest.mark.parametrize(("heads", "project"), [(1, False), (8, True)])
+def test_attention(m, kind, heads, project):
+    V = random_covariance(m, generator(m))
+    P = oracle.resting(bias_for(kind, m).numpy())
+    S1, S2 = oracle.logit_moments(V.numpy(), P)
+    layer = shaped.ShapedAttention(0.6, 0.7, heads=heads, project=project, mask=mask_for(kind, m))
+    if m == 1:  # a single token has no one to attend to but itself
+        assert layer.drift(V).abs().max() < 1e-15
+    else:
+        close(layer.drift(V), oracle.attention_drift(V.numpy(), P, S1, S2, 0.6, 0.7))
+    close(layer.Sigma(V), oracle.attention_sigma(V.numpy(), P, S1, 0.6, 0.7, heads, project))
+
+
+@pytest.mark.parametrize("m", range(2, 7))
+def test_attention_as_printed_in_the_paper(m):
+    V = random_covariance(m, generator(m))
+    P = np.full((m, m), 1 / m)
+    S1, S2 = oracle.paper_moments(V.numpy())
+    layer = shaped.ShapedAttention(0.6, 0.7)
+    close(layer.drift(V), oracle.attention_drift(V.numpy(), P, S1, S2, 0.6, 0.7))
+    close(layer.Sigma(V), oracle.attention_sigma(V.numpy(), P, S1, 0.6, 0.7))
+
+
+@pytest.mark.parametrize("m", range(1, 7))
+def test_feedforward(m):
+    V = random_covariance(m, generator(m))
+    b, Sigma = oracle.relu_drift(V.numpy(), 0.3, -1.2), oracle.linear_sigma(V.numpy())
+    residual, perceptron = shaped.ShapedFeedForward(0.6, 0.3, -1.2), shaped.ShapedPerceptron(0.3, -1.2)
+    assert (residual.drift(V).numpy() - 0.36 * b).__abs__().max() < 1e-14
+    assert (perceptron.drift(V).numpy() - b).__abs__().max() < 1e-14
+    close(residual.Sigma(V), 0.72 * Sigma)
+    close(perceptron.Sigma(V), Sigma)
+    if m > 1:
+        close(residual.drift(V), 0.36 * b)
+
+
+def test_causal_mask_is_the_bias_and_the_booleans():
+    m, V = 5, random_covariance(5, generator(0))
+    by_name = shaped.ShapedAttention(0.5, mask="causal")
+    for mask in (bias_for("causal", m), torch.ones(m, m).tril().bool()):
+        other = shaped.ShapedAttention(0.5, mask=mask)
+        assert torch.equal(by_name.drift(V), other.drift(V))
+        assert torch.equal(by_name.Sigma(V), other.Sigma(V))
+
+
+def test_causal_tokens_do_not_see_the_future():
+    """The drift of the first tokens is that of the first tokens alone."""
+    V, layer = random_covariance(6, generator(0)), shaped.ShapedAttention(0.5, mask="causal")
+    assert torch.allclose(layer.drift(V)[:4, :4], layer.drift(V[:4, :4]), rtol=1e-13, atol=1e-15)

@@ -1,0 +1,53 @@
+"""Statistical checks: z standard errors and a declared bias, nothing else. Each helper is tested in test_stats.py."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Z = 5.0
+KS_AT_Z = 2.74  # sqrt(N) times a Kolmogorov-Smirnov distance exceeds this as seldom as a normal exceeds z = 5 (6e-7)
+
+
+def seed(literal: int) -> int:
+    """The literal seed, or a fresh one each time when SHAPED_FREE_SEEDS=1."""
+    return secrets.randbits(31) if os.environ.get("SHAPED_FREE_SEEDS") == "1" else literal
+
+
+def generator(literal: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed(literal))
+
+
+def random_covariance(m: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Tensor:
+    X = torch.randn(*batch, m, m + 2, generator=generator, dtype=torch.float64)
+    return X @ X.mT / (m + 2)
+
+
+def assert_mean(samples: Tensor, expected: Tensor | float, *, bias: Tensor | float = 0.0, z: float = Z) -> None:
+    """The mean over the first dimension is `expected`, entry by entry, up to z standard errors and a declared bias."""
+    error = samples.std(0) / len(samples) ** 0.5
+    off = (samples.mean(0) - expected).abs() - bias
+    worst = (off / error.clamp(min=1e-300)).max().item()
+    assert worst < z, f"the mean is {worst:.1f} standard errors off, after a declared bias of {bias}"
+
+
+def assert_covariance(samples: Tensor, expected: Tensor, *, bias: Tensor | float = 0.0, z: float = Z) -> None:
+    """The covariance of rows [sample, p] is `expected`, [p, p], entry by entry."""
+    centred = samples - samples.mean(0)
+    p = samples.shape[1]
+    for i in range(p):  # row by row, to bound the memory
+        assert_mean(centred[:, i : i + 1] * centred, expected[i], bias=bias if isinstance(bias, float) else bias[i], z=z)
+
+
+def assert_distribution(samples: Tensor, points: np.ndarray, cdf: np.ndarray, *, bias: float = 0.0) -> None:
+    """The samples follow the distribution function given at `points` (Kolmogorov-Smirnov)."""
+    x = np.sort(samples.numpy())
+    F = np.interp(x, points, cdf)
+    ranks = np.arange(len(x) + 1) / len(x)
+    distance = max(np.abs(F - ranks[1:]).max(), np.abs(F - ranks[:-1]).max())
+    limit = KS_AT_Z / len(x) ** 0.5 + bias
+    assert distance < limit, f"Kolmogorov-Smirnov distance {distance:.4f}, at most {limit:.4f} is allowed"
