@@ -35,12 +35,12 @@ def assert_mean(samples: Tensor, expected: Tensor | float, *, bias: Tensor | flo
     assert worst < z, f"the mean is {worst:.1f} standard errors off, after a declared bias of {bias}"
 
 
-def assert_covariance(samples: Tensor, expected: Tensor, *, bias: Tensor | float = 0.0, z: float = Z) -> None:
+def assert_covariance(samples: Tensor, expected: Tensor, *, bias: float = 0.0, z: float = Z) -> None:
     """The covariance of rows [sample, p] is `expected`, [p, p], entry by entry."""
     centred = samples - samples.mean(0)
     p = samples.shape[1]
     for i in range(p):  # row by row, to bound the memory
-        assert_mean(centred[:, i : i + 1] * centred, expected[i], bias=bias if isinstance(bias, float) else bias[i], z=z)
+        assert_mean(centred[:, i : i + 1] * centred, expected[i], bias=bias, z=z)
 
 
 def assert_distribution(samples: Tensor, points: np.ndarray, cdf: np.ndarray, *, bias: float = 0.0) -> None:

@@ -14,14 +14,16 @@ from shaped import __version__
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
+INTERRUPTED = 130  # what typer returns after Ctrl-C, as shells do
+
 
 def main() -> None:
     """Runs the command. What the user got wrong is one line on standard error, and exit code 2."""
     try:
-        sys.exit(app(standalone_mode=False))
-    except (KeyboardInterrupt, typer.Abort):
-        print("shaped: interrupted; no file is half-written", file=sys.stderr)
-        sys.exit(130)
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:
+            print("shaped: interrupted; no file is half-written", file=sys.stderr)
+        sys.exit(code)
     except (ValueError, OSError) as error:
         complain(str(error))
     except Exception as error:

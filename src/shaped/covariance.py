@@ -70,8 +70,8 @@ def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) ->
     return total
 
 
-def weighted_mean(P: Float[Tensor, "m m"], N: Matrix) -> Float[Tensor, "*batch m 1"]:
-    """The mean of each row of N under the weights in the same row of P."""
+def weighted_mean(P: Float[Tensor, "#rows m"], N: Float[Tensor, "*batch rows m"]) -> Float[Tensor, "*batch rows 1"]:
+    """The mean of each row of N under the weights in the same row of P (or in its only row)."""
     if P.shape[-1] > FEW:
         return (P * N).sum(-1, keepdim=True)
     total = P[:, :1] * N[..., :, :1]

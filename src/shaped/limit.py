@@ -57,13 +57,13 @@ class EulerSteps(PointProcess):
         drift = reduce(add, (term.drift(state.V) for term in self.terms))
         noise = reduce(add, (term.noise(state, stream) for term in self.terms))
         V = state.V + self.h * drift + math.sqrt(self.h) * noise
-        finite = V.isfinite().all(-1).all(-1)
-        values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], V, 0.0))
-        outside = (values[:, 0] < 0.0) & finite
+        finite = V.isfinite().all(-1).all(-1)[:, None, None]
+        values, vectors = torch.linalg.eigh(torch.where(finite, V, 0.0))
+        outside = values[:, 0] < 0.0
         if outside.any():
             root = vectors * values.clamp(min=0.0).sqrt()[:, None, :]
             V = torch.where(outside[:, None, None], root @ root.mT, V)
-        return Point(matrix=V), outside
+        return Point(matrix=torch.where(finite, V, math.nan)), outside
 
 
 METHODS: dict[str, Callable[[tuple[Term, ...], float], PointProcess]] = {"cone": ConeSteps, "euler": EulerSteps}

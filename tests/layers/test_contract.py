@@ -1,24 +1,27 @@
 """What every layer with a limit must satisfy. A new layer is one more line in LAYERS."""
 
+import math
+
 import pytest
 import torch
 
 import shaped
 from shaped.covariance import Point, vech
+from shaped.layers.feedforward import absolute_kernel, relaxation_rate
 from shaped.randomness import GeneratorNormals
 from stats import assert_covariance, assert_mean, generator, random_covariance
 
 M = 3
 BIAS = torch.tensor([[0.0, 1.0, -1.0], [0.5, 0.0, float("-inf")], [0.3, -0.2, 0.1]], dtype=torch.float64)
 LAYERS = {
-    "attention": shaped.ShapedAttention(0.8, 0.7),
-    "attention, gamma 1": shaped.ShapedAttention(1.0, 1.3),
-    "causal": shaped.ShapedAttention(0.8, 0.7, mask="causal"),
-    "biased": shaped.ShapedAttention(0.8, 0.7, mask=BIAS),
-    "heads, projected": shaped.ShapedAttention(0.8, 0.7, heads=4, project=True),
-    "feed-forward": shaped.ShapedFeedForward(0.8, 0.5, -1.5),
-    "perceptron": shaped.ShapedPerceptron(0.0, -2.0),
-    "transformer": shaped.ShapedAttention(0.5, 0.8) >> shaped.ShapedFeedForward(0.7, 0.0, -1.0),
+    "attention": shaped.ShapedAttention(0.8, 0.4),
+    "attention, gamma 1": shaped.ShapedAttention(1.0, 0.5),
+    "causal": shaped.ShapedAttention(0.8, 0.4, mask="causal"),
+    "biased": shaped.ShapedAttention(0.8, 0.4, mask=BIAS),
+    "heads, projected": shaped.ShapedAttention(0.8, 0.4, heads=4, project=True),
+    "feed-forward": shaped.ShapedFeedForward(0.8, 0.5, -3.5),
+    "perceptron": shaped.ShapedPerceptron(0.0, -3.0),
+    "transformer": shaped.ShapedAttention(0.8, 0.4) >> shaped.ShapedFeedForward(0.7, 0.0, -3.0),
     "two masks": shaped.ShapedAttention(0.5) >> shaped.ShapedAttention(0.5, mask="causal") >> shaped.ShapedPerceptron(),
 }
 SYMMETRIC = [name for name in LAYERS if name not in ("causal", "biased", "two masks")]
@@ -73,17 +76,84 @@ def test_permuting_the_tokens_permutes_the_limit(name, m):
     assert torch.allclose(layer.Sigma(shuffled), layer.Sigma(V)[same][:, same], rtol=1e-12, atol=1e-14)
 
 
-def test_a_small_step_has_the_limits_moments(layer):
-    """E[V'] = V + h b and Cov[V'] = h Sigma, up to O(h²): what weak order 1 rests on."""
-    V, b, Sigma = (x(random_covariance(M, generator(11))) for x in (lambda V: V, layer.drift, layer.Sigma))
-    for h in (0.04, 0.02):
-        points = Point(matrix=V.expand(400_000, M, M))
-        normals = GeneratorNormals(generator(12))
-        for term in layer.terms:
+class Mirrored(GeneratorNormals):
+    """The same normals with the other sign: averaged with the first run, what is odd in them cancels."""
+
+    def square(self, L):
+        return -super().square(L)
+
+
+def one_step(terms, V, h):
+    """The upper triangle of (V' - V)/h after one step, for normals and for mirrored normals."""
+    for source in (GeneratorNormals, Mirrored):
+        points, normals = Point(matrix=V.expand(400_000, M, M)), source(torch.Generator().manual_seed(12))
+        for term in terms:
             points = term.move(points, h, normals)
-        moved = (vech(points.V) - vech(V)) / h
-        assert_mean(moved, vech(b), bias=8.0 * h * Sigma.max().item())
-        assert_covariance(moved * h**0.5, Sigma, bias=12.0 * h * Sigma.max().item())
+        yield (vech(points.V) - vech(V)) / h
+
+
+def step_moments(terms, V, h=0.02):
+    """Samples whose means are drift and covariance as h goes to 0. Two step sizes with the same normals take out the term in h."""
+    (full, mirrored_full), (half, mirrored_half) = (one_step(terms, V, step) for step in (h, h / 2))
+    drift = (2 * half - full + 2 * mirrored_half - mirrored_full) / 2
+    squares = [step * x[:, :, None] * x[:, None, :] for x, step in ((full - full.mean(0), h), (half - half.mean(0), h / 2))]
+    return drift, 2 * squares[1] - squares[0]
+
+
+def test_a_small_step_has_the_limits_moments(layer):
+    """E[V'] = V + h b + O(h²) and Cov[V'] = h Sigma + O(h²): what weak order 1 rests on."""
+    V = random_covariance(M, generator(11))
+    drift, covariance = step_moments(layer.terms, V)
+    Sigma = layer.Sigma(V)
+    left = 10 * 0.02**2 * Sigma.max().item()  # O(h²)
+    assert_mean(drift, vech(layer.drift(V)), bias=left)
+    assert_mean(covariance, Sigma, bias=left)
+    with pytest.raises(AssertionError):
+        assert_mean(covariance, 1.05 * Sigma, bias=left)
+
+
+@pytest.mark.parametrize("name", ["attention", "biased", "heads, projected"])
+def test_the_logits_step_rejects_a_drift_five_percent_off(name):
+    V, term = random_covariance(M, generator(11)), LAYERS[name].terms[1]
+    drift, _ = step_moments([term], V)
+    assert_mean(drift, vech(term.drift(V)), bias=2e-3)
+    with pytest.raises(AssertionError):
+        assert_mean(drift, 1.05 * vech(term.drift(V)), bias=2e-3)
+
+
+def test_the_relu_step_follows_its_flow():
+    """No randomness here: the step and its derivative at h = 0 can be compared to all digits."""
+    V, term = random_covariance(M, generator(11)), LAYERS["perceptron"].terms[1]
+    h, normals = 1e-6, GeneratorNormals(generator(0))
+    ahead = term.move(Point(matrix=V), h, normals).V
+    assert torch.allclose((ahead - V) / h, term.drift(V), rtol=1e-5, atol=1e-9)
+
+
+def test_slopes_that_grow_with_the_root_of_the_step_would_be_of_order_one_half():
+    """Why the ReLU's step is a relaxation: the arc-cosine map with slopes 1 + c·sqrt(h), which suggests itself, halves its
+    error only every other halving of the step. The flow has no noise, so both orders can be read off."""
+    c_plus, c_minus = 0.0, -1.0
+    V0, rate = shaped.equicorrelated(2, 0.2), relaxation_rate(c_plus, c_minus)
+
+    def rho_at_one(share, steps):
+        V = V0
+        for _ in range(steps):
+            V = torch.lerp(V, absolute_kernel(V), share(1.0 / steps))
+        return V[0, 1].item()
+
+    def by_slopes(h):
+        mean, half = 1 + (c_plus + c_minus) * h**0.5 / 2, (c_plus - c_minus) * h**0.5 / 2
+        return half**2 / (mean**2 + half**2)
+
+    def by_relaxation(h):
+        return -math.expm1(-rate * h)
+
+    exact = rho_at_one(by_relaxation, 2**14)
+    for share, order in ((by_slopes, 0.5), (by_relaxation, 1.0)):
+        errors = [abs(rho_at_one(share, steps) - exact) for steps in (2**8, 2**10)]
+        assert math.log(errors[0] / errors[1], 4) == pytest.approx(order, abs=0.06)
+    moved = shaped.ShapedPerceptron(c_plus, c_minus).terms[1].move(Point(matrix=V0), 1 / 64, GeneratorNormals(generator(0))).V
+    assert torch.equal(moved, torch.lerp(V0, absolute_kernel(V0), by_relaxation(1 / 64)))
 
 
 def test_drift_and_sigma_of_a_chain_are_the_sums():

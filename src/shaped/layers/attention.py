@@ -14,23 +14,23 @@ from shaped.layers.base import Layer, check_residual
 from shaped.layers.terms import Term, WeightNoise
 from shaped.randomness import Normals
 
-Bias = Float[Tensor, "m m"]
+Rows = Float[Tensor, "rows m"]  # the rows of an m x m matrix, or one row that stands for all of them
 Mask = str | Tensor | None
 
 
-def resting_attention(mask: Mask, m: int, like: Tensor) -> Float[Tensor, "m m"]:
+def resting_attention(mask: Mask, m: int, like: Tensor) -> Rows:
     r"""$P = \text{softmax}(B)$ row by row: the attention at zero logits, by which shaped attention is centred.
 
-    $11^\top/m$ without a mask (Eq. shaped-attention); 1/i in the first i entries of row i for the causal mask (below it).
+    Without a mask it is $11^\top/m$ (Eq. shaped-attention): one row stands for all, and sums over it cost O(m²). For the causal mask
+    it has 1/i in the first i entries of row i (below that equation).
     """
+    if mask is None:
+        return like.new_full((1, m), 1.0 / m)
     if isinstance(mask, Tensor):
         if mask.shape[-1] != m:
             raise ValueError(f"mask must be {m} x {m} for {m} tokens, got {mask.shape[-1]} x {mask.shape[-1]}")
         return torch.softmax(mask.to(like), -1)
-    P = torch.ones(m, m, dtype=like.dtype, device=like.device)
-    if mask == "causal":
-        P = P.tril()
-    return P / P.sum(-1, keepdim=True)
+    return like.new_ones(m, m).tril() / torch.arange(1, m + 1, dtype=like.dtype, device=like.device)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class LogitPerturbation(Term):
 
     def tensor(self, V: Matrix) -> Float[Tensor, "*batch m m m m"]:
         r"""$\mathcal{A}$ of Thm. sde-attention, with the sums over $S_1$ carried out one index at a time."""
-        P = resting_attention(self.mask, V.shape[-1], V)
+        P = resting_attention(self.mask, V.shape[-1], V).expand(V.shape[-2:])
         W = P @ V
         U = W @ P.mT
         # S1[a, k, c, j]: the covariance of the centred logits (a, k) and (c, j), without its factor V_ac.
@@ -96,29 +96,30 @@ def same_mask(one: Mask, other: Mask) -> bool:
     return one is other or (isinstance(one, str) and one == other)
 
 
-def softmax_derivative(P: Bias, N: Matrix) -> Matrix:
+def softmax_derivative(P: Float[Tensor, "#rows m"], N: Float[Tensor, "*batch rows m"]) -> Float[Tensor, "*batch rows m"]:
     r"""$P \circ (N - (P \circ N) 11^\top)$: the derivative of a row-wise softmax with value P in the direction N."""
     return (N - weighted_mean(P, N)).mul_(P)
 
 
-def first_order_change(P: Bias, L: Float[Tensor, "*batch m k"], normals: Normals) -> Matrix:
+def first_order_change(P: Rows, L: Float[Tensor, "*batch m k"], normals: Normals) -> Matrix:
     r"""A draw of $E = P \circ (N - (P \circ N) 11^\top)$ with $N = L G L^\top$: the softmax's first order in the logits."""
     N = product(product(L, normals.square(L)), L.mT)
     return softmax_derivative(P, N)
 
 
-def second_order_change(P: Bias, V: Matrix) -> Matrix:
+def second_order_change(P: Rows, V: Matrix) -> Matrix:
     r"""$\tfrac12 P \circ S_2$, the mean of the softmax's second order in the logits (Lemma mom-Softmax-taylor).
 
     $S_2^{\alpha\delta} = V^{\alpha\alpha}(C^{\alpha\delta} - \sum_\kappa P^{\alpha\kappa} C^{\alpha\kappa})$ with
     $C^{\alpha\delta} = V^{\delta\delta} - 2 (PV)^{\alpha\delta}$, up to what does not depend on $\delta$ and so drops out.
     """
     v = V.diagonal(dim1=-2, dim2=-1)
-    C = torch.add(v[..., None, :], product(P, V), alpha=-2.0)
-    return softmax_derivative(P, C).mul_(0.5 * v[..., :, None])
+    W = product(V, P.mT).mT  # P V, since V is symmetric; for the one row of an unmasked P this order is several times faster
+    C = torch.add(v[..., None, :], W, alpha=-2.0)
+    return softmax_derivative(P, C) * (0.5 * v[..., :, None])
 
 
-def squared_change(P: Bias, V: Matrix) -> Matrix:
+def squared_change(P: Rows, V: Matrix) -> Float[Tensor, "*batch rows rows"]:
     r"""Q with $\mathbb{E}\,E V E^\top = V \circ Q$: $Q = P(V{\circ}V)P^\top - (W{\circ}W)P^\top - P(W{\circ}W)^\top + U{\circ}U$,
     where W = PV and U = PVPᵀ."""
     W = product(P, V)

@@ -1,0 +1,129 @@
+"""The command line: what it prints, what it writes, and how it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shaped import cli, files
+
+SMALL = ["simulate", "--samples", "50", "--width", "20", "--depth", "3", "--step", "0.05"]
+
+
+def run(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["shaped", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return left.value.code or 0  # pyright: ignore[reportReturnType] (an int, as main leaves it)
+
+
+def test_simulate_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, *SMALL, "--out", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert "rho (pairs)" in shown
+    assert "paths stopped" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["simulate.json", "simulate.png"]
+    assert (tmp_path / "simulate.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((tmp_path / "simulate.json").read_text())
+    assert summary["settings"]["horizon"] == 0.15
+    assert summary["settings"]["steps"] == 3
+
+
+def test_json_is_one_object_and_nothing_else(tmp_path):
+    """In a process of its own: standard output is the object, and no file is written without --out."""
+    done = subprocess.run([sys.executable, "-m", "shaped", *SMALL, "--json"], capture_output=True, text=True, cwd=tmp_path, check=True)
+    summary = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+    for key in ("rho", "V", "variance"):
+        assert {"mean", "standard_error", "standard_deviation", "percentiles"} == summary[key].keys()
+        assert list(summary[key]["percentiles"]) == ["5", "25", "50", "75", "95"]
+    assert 0.0 <= summary["stopped_share"] <= 1.0
+    assert summary["seconds"] > 0
+    assert summary["settings"]["seed"] == 0
+
+
+def test_json_and_out_go_together(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, *SMALL, "--json", "--out", str(tmp_path)) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "simulate.json").read_text()) == printed
+
+
+def test_one_token_has_no_pairs(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, *SMALL, "--tokens", "1", "--json", "--out", str(tmp_path)) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["rho"] is None
+    assert summary["variance"]["mean"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["simulate.json"]
+
+
+def test_all_paths_may_stop(monkeypatch, capsys):
+    assert run(monkeypatch, *SMALL, "--upper", "0.5", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["stopped_share"] == 1.0
+    assert summary["rho"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["simulate", "--gamma", "2"], "gamma"),
+        (["simulate", "--gamma", "much"], "--gamma"),
+        (["simulate", "--rho", "-0.9"], "rho"),
+        (["simulate", "--layers", "attention,convolution"], "convolution"),
+        (["simulate", "--mask", "diagonal"], "diagonal"),
+        (["simulate", "--device", "abacus"], "abacus"),
+        (["simulate", "--depth", "0"], "depth"),
+        (["simulate", "--step", "0"], "step"),
+        (["simulate", "--speed", "9"], "--speed"),
+        (["stimulate"], "stimulate"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_code_two(monkeypatch, capsys, arguments, word):
+    assert run(monkeypatch, *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("shaped: ")
+    assert shown.err.count("\n") == 1
+    assert word in shown.err
+
+
+def test_version_and_help(monkeypatch, capsys):
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("shaped 0.")
+    assert run(monkeypatch) == 0
+    assert "simulate" in capsys.readouterr().out
+
+
+def test_an_interrupted_write_leaves_no_file(tmp_path):
+    def break_off(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    target = tmp_path / "numbers.json"
+    with pytest.raises(KeyboardInterrupt):
+        files.write_atomically(target, break_off)
+    assert list(tmp_path.iterdir()) == []
+    files.write_json(target, {"whole": True})
+    with pytest.raises(KeyboardInterrupt):
+        files.write_atomically(target, break_off)
+    assert json.loads(target.read_text()) == {"whole": True}
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_an_interrupted_run_says_so(monkeypatch, capsys, tmp_path):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shaped.figures.simulate.solve", interrupt)
+    assert run(monkeypatch, *SMALL, "--out", str(tmp_path)) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_library_stays_light():
+    heavy = ("transformers", "matplotlib", "tokenizers", "scipy", "typer")
+    script = f"import sys, shaped; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,60 @@
+import pytest
+import torch
+
+from shaped.covariance import FEW, batch_innermost, correlation, equicorrelated, factor, gram, product, vech, weighted_mean
+from stats import generator, random_covariance
+
+
+def test_gram_and_correlation():
+    X = torch.tensor([[3.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    assert torch.equal(gram(X), torch.tensor([[4.5, 1.5], [1.5, 1.0]], dtype=torch.float64))
+    assert correlation(gram(X))[0, 1] == pytest.approx(0.5**0.5)
+    assert correlation(torch.zeros(2, 2))[0, 1] == 0.0
+    assert correlation(torch.ones(3, 3)).diagonal().eq(1).all()
+
+
+def test_equicorrelated():
+    V = equicorrelated(4, -1 / 3, variance=2.0)
+    assert torch.linalg.eigvalsh(V)[0] == pytest.approx(0.0, abs=1e-12)
+    assert V.diagonal().eq(2.0).all()
+
+
+def test_vech_is_the_upper_triangle_row_by_row():
+    assert vech(torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 5.0], [3.0, 5.0, 6.0]])).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, FEW, FEW + 1, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factor(m, dtype):
+    eps = torch.finfo(dtype).eps
+    full = random_covariance(m, generator(m), (5,)).to(dtype)
+    thin = torch.randn(5, m, 1, generator=generator(m), dtype=torch.float64).to(dtype)
+    scales = 10.0 ** torch.arange(m, dtype=torch.float64).to(dtype)
+    for V in (full, batch_innermost(full), thin @ thin.mT, torch.ones(5, m, m, dtype=dtype), full * scales * scales[:, None]):
+        L = factor(V)
+        lengths = V.diagonal(dim1=-2, dim2=-1).sqrt()
+        # relative to the tokens' own lengths, which may differ by orders of magnitude
+        assert ((L @ L.mT - V).abs() <= 20 * m * eps * lengths[:, :, None] * lengths[:, None, :]).all()
+
+
+@pytest.mark.parametrize("m", [3, FEW + 2])
+def test_factor_of_what_is_empty_or_not_finite(m):
+    V = torch.eye(m, dtype=torch.float64).repeat(3, 1, 1)
+    V[0, 1, 1] = 0.0
+    V[1, 0, 0] = torch.inf
+    L = factor(V)
+    assert torch.allclose(L[0] @ L[0].mT, V[0], atol=1e-100)
+    assert not L[1].isfinite().all()
+    assert torch.allclose(L[2], V[2])
+
+
+@pytest.mark.parametrize("m", [1, 3, FEW, FEW + 1])
+def test_products_for_few_and_many(m):
+    g = generator(m)
+    A, B = (torch.randn(7, m, m, generator=g, dtype=torch.float64) for _ in range(2))
+    P = torch.rand(m, m, generator=g, dtype=torch.float64)
+    for layout in (lambda x: x, batch_innermost):
+        assert torch.allclose(product(layout(A), layout(B)), A @ B, atol=1e-13)
+        assert torch.allclose(product(P, layout(B)), P @ B, atol=1e-13)
+        assert torch.allclose(product(layout(A), P.mT), A @ P.mT, atol=1e-13)
+        assert torch.allclose(weighted_mean(P, layout(A)), (P * A).sum(-1, keepdim=True), atol=1e-13)
