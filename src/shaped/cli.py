@@ -73,7 +73,7 @@ def simulate(
     step: Annotated[float, typer.Option(help="Time step.")] = 0.01,
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     method: Annotated[str, typer.Option(help="cone or euler.")] = "cone",
-    upper: Annotated[float | None, typer.Option(help="Stop a path whose largest eigenvalue passes this.")] = None,
+    upper: Annotated[float, typer.Option(help="Stop a path whose largest eigenvalue passes this.")] = 1e4,
     lower: Annotated[float | None, typer.Option(help="Stop a path whose smallest eigenvalue falls below this.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Folder for simulate.json and simulate.png; 'out' unless --json.")] = None,

@@ -41,7 +41,7 @@ class Settings:
     step: float = 0.01
     seed: int = 0
     method: str = "cone"
-    upper: float | None = None
+    upper: float | None = 1e4  # a path that large is exploding (Fig. stability); it would drown every mean
     lower: float | None = None
     device: str = "cpu"
 
