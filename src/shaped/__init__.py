@@ -3,9 +3,13 @@
 from shaped.covariance import correlation as correlation
 from shaped.covariance import equicorrelated as equicorrelated
 from shaped.covariance import gram as gram
+from shaped.finite import propagate as propagate
 from shaped.layers import Chain as Chain
 from shaped.layers import Layer as Layer
 from shaped.layers import NoLimit as NoLimit
+from shaped.layers import PostLN as PostLN
+from shaped.layers import PreLN as PreLN
+from shaped.layers import ReLUFeedForward as ReLUFeedForward
 from shaped.layers import ShapedAttention as ShapedAttention
 from shaped.layers import ShapedFeedForward as ShapedFeedForward
 from shaped.layers import ShapedPerceptron as ShapedPerceptron

@@ -60,6 +60,11 @@ def batch_innermost(V: Shaped[Tensor, "batch m k"]) -> Shaped[Tensor, "batch m k
     return V.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
+def laid_out_like(V: Shaped[Tensor, "batch m k"], like: Shaped[Tensor, "batch _ _"]) -> Shaped[Tensor, "batch m k"]:
+    """The same tensor, with the samples where `like` has them in memory: mixing the two orders is slow."""
+    return batch_innermost(V) if like.stride(0) == 1 else V.contiguous()
+
+
 def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) -> Float[Tensor, "*batch m l"]:
     """A @ B, fast for many small matrices too."""
     if A.shape[-1] > FEW:
@@ -89,12 +94,14 @@ def factor(V: Matrix) -> Matrix:
     unit = 4 * V.shape[-1] * torch.finfo(V.dtype).eps
     if V.shape[-1] <= FEW:
         return _cholesky_by_columns(V, unit)
-    raised = V.clone()
-    raised.diagonal(dim1=-2, dim2=-1).mul_(1.0 + unit)
-    L, info = torch.linalg.cholesky_ex(raised)
-    failed = info > 0  # a token of length zero, or rounding errors that are larger than usual
-    if failed.any():
-        L = torch.where(failed[..., None, None], eigen_factor(V), L)
+    L, info = torch.linalg.cholesky_ex(V)
+    if info.any():  # tokens that coincide: raise the diagonal
+        raised = V.clone()
+        raised.diagonal(dim1=-2, dim2=-1).mul_(1.0 + unit)
+        again, still = torch.linalg.cholesky_ex(raised)
+        L = torch.where((info > 0)[..., None, None], again, L)
+        if still.any():  # a token of length zero, or rounding errors that are larger than usual
+            L = torch.where((still > 0)[..., None, None], eigen_factor(V), L)
     return L
 
 

@@ -1,24 +1,28 @@
 """Runs a Markov chain of covariances for many samples: blocks, recording, stopping, progress.
 
-Samples are cut into blocks whose size depends on the number of tokens and the kind of device alone. A block has its own stream of random
-numbers and is always computed as a whole, so results do not depend on how many blocks are worked on together, or where.
+Samples are cut into blocks whose size depends on the process, the number of tokens and the kind of device alone. A block has its own
+stream of random numbers and is always computed as a whole, on one thread, so results do not depend on how many blocks are worked on
+together, or where.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from shaped.covariance import FEW, batch_innermost, check_covariance, eigen_factor, symmetrised
+from shaped.covariance import FEW, Point, batch_innermost, check_covariance, eigen_factor, symmetrised
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
 
@@ -42,6 +46,23 @@ class Process(ABC, Generic[S]):
     @abstractmethod
     def select(self, choice: Bool[Tensor, " batch"], yes: S, no: S) -> S:
         """The paths of `yes` where `choice` holds, those of `no` elsewhere."""
+
+    def entries(self, m: int) -> int:
+        """How many numbers the state of a path is made of: blocks hold fewer samples where it is more."""
+        return m**2
+
+
+class PointProcess(Process[Point]):
+    """A process whose state is the covariance itself."""
+
+    def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> Point:
+        return Point(matrix=V0)
+
+    def covariance(self, state: Point) -> Float[Tensor, "batch m m"]:
+        return state.V
+
+    def select(self, choice: Bool[Tensor, " batch"], yes: Point, no: Point) -> Point:
+        return Point(matrix=torch.where(choice[:, None, None], yes.V, no.V))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +121,7 @@ def run(
     device: str | torch.device,
     dtype: torch.dtype,
     chunk: int | None,
+    executor: Executor | None,
     progress: bool | None,
     info: dict[str, str | int | float],
     event: str | None = None,
@@ -119,21 +141,90 @@ def run(
             raise ValueError(f"{name} must be finite and not negative, got {bound}")
     kept = recorded_steps(record, steps)
 
-    size = block_size(m, where)
+    size = block_size(process.entries(m), where)
     V = allocated((len(kept), samples, m, m), dtype, where)
     stopped = torch.empty(samples, dtype=torch.float64)
     events = 0
-    with progress_bar(progress, total=math.ceil(samples / size) * steps) as advance:
-        for first in range(0, samples, size):
-            place = slice(first, min(first + size, samples))
-            job = Job(process, V0[place], steps, kept, dt, Bounds(upper, lower), seed, first // size)
-            V[:, place], stopped[place], count = run_block(job, advance)
+
+    def job(block: int) -> Job:
+        return Job(process, V0[block * size : (block + 1) * size], steps, kept, dt, Bounds(upper, lower), seed, block)
+
+    blocks = math.ceil(samples / size)
+    with progress_bar(progress, total=blocks * steps) as advance:
+        if executor is None:
+            results = ((block, run_block(job(block), lambda: advance(1))) for block in range(blocks))
+        else:
+            together = max(1, (chunk or 1) // size)
+            chunks = [range(first, min(first + together, blocks)) for first in range(0, blocks, together)]
+            results = run_elsewhere(executor, chunks, job, lambda count: advance(count * steps))
+        for block, (recorded, ended, count) in results:
+            place = slice(block * size, block * size + len(ended))
+            V[:, place], stopped[place] = recorded, ended
             events += count
     t = torch.tensor(kept, dtype=torch.float64) * dt
     return Trajectory(t, V, stopped, info | {"seed": seed} | ({event: events} if event else {}))
 
 
-def run_block(job: Job, advance: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor, int]:
+Result = tuple[Tensor, Tensor, int]
+TRIES = 3
+
+
+def run_elsewhere(
+    executor: Executor, chunks: list[range], job: Callable[[int], Job], advance: Callable[[int], None]
+) -> Iterator[tuple[int, Result]]:
+    """Runs chunks of blocks on an executor and yields each block's result as it comes in.
+
+    A chunk whose worker died is handed in again, up to TRIES times, and at last computed here, where a real error shows as itself.
+    """
+
+    def hand_in(chunk: range) -> Future:
+        # As bytes, because torch would pass tensors between processes through shared memory, which ends with the process.
+        return executor.submit(run_chunk, pickle.dumps([job(block) for block in chunk]))
+
+    waiting = {hand_in(chunk): (chunk, 1) for chunk in chunks}
+    try:
+        while waiting:
+            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                chunk, tries = waiting.pop(future)
+                try:
+                    results = future.result()
+                except Exception:
+                    if tries < TRIES:
+                        try:
+                            waiting[hand_in(chunk)] = chunk, tries + 1
+                            continue
+                        except Exception:  # the executor is gone for good
+                            results = run_chunk(pickle.dumps([job(block) for block in chunk]))
+                    else:
+                        results = run_chunk(pickle.dumps([job(block) for block in chunk]))
+                for block, (recorded, ended, count) in zip(chunk, results, strict=True):
+                    yield block, (torch.from_numpy(recorded), torch.from_numpy(ended), count)
+                advance(len(chunk))
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def run_chunk(jobs: bytes) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """The work of one chunk, in whatever process it runs."""
+    results = (run_block(job) for job in pickle.loads(jobs))
+    return [(recorded.cpu().numpy(), ended.numpy(), count) for recorded, ended, count in results]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it torch computes on one thread: matrices here are small, and sums must not depend on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
+def run_block(job: Job, advance: Callable[[], None] = lambda: None) -> Result:
     """The recorded covariances of one block, its stopping times, and how many events were counted."""
     V0 = batch_innermost(job.V0) if job.V0.shape[-1] <= FEW else job.V0.contiguous()
     stream = Stream(job.seed, job.block, dtype=V0.dtype, device=V0.device)
@@ -177,10 +268,10 @@ def allocated(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
         raise ValueError(f"samples and record ask for {size:.3g} GiB, more than {device} has: record fewer steps or samples") from None
 
 
-def block_size(m: int, device: torch.device) -> int:
+def block_size(entries: int, device: torch.device) -> int:
     """Samples a block: enough to hide Python's overhead, few enough to stay in the cache (CPU) or in memory (GPU)."""
-    entries, most = (2**16, 2**12) if device.type == "cpu" else (2**22, 2**16)
-    return max(1, min(most, 2 ** int(math.log2(max(1, entries // m**2)))))
+    budget, most = (2**16, 2**12) if device.type == "cpu" else (2**24, 2**16)
+    return max(1, min(most, 2 ** int(math.log2(max(1, budget // entries)))))
 
 
 def recorded_steps(record: Record, steps: int) -> tuple[int, ...]:
@@ -226,27 +317,29 @@ def checked_start(V0: Tensor, samples: int | None, dtype: torch.dtype) -> Float[
 
 
 @contextmanager
-def progress_bar(wanted: bool | None, total: int) -> Iterator[Callable[[], None]]:
-    """Yields a function to call after each step. Shows a bar on work of over a second (None), at once (True) or never (False).
+def progress_bar(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call with the number of steps done since the last call.
+
+    Shows a bar on work of over a second (None), at once (True) or never (False).
 
     Nothing is ever shown where standard error is not a terminal.
     """
     if wanted is False:
-        yield lambda: None
+        yield lambda steps: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda: None
+        yield lambda steps: None
         return
     bar = Progress("simulating", BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=console, transient=True)
     task = bar.add_task("simulating", total=total)
     patience = time.monotonic() + (0.0 if wanted else 1.0)
 
-    def advance() -> None:
-        bar.advance(task)
+    def advance(steps: int) -> None:
+        bar.advance(task, steps)
         if not bar.live.is_started and time.monotonic() > patience:
             bar.start()
 

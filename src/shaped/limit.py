@@ -9,7 +9,7 @@ from functools import reduce
 from operator import add
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from shaped import engine
@@ -22,19 +22,8 @@ from shaped.trajectory import Trajectory
 Paths = Bool[Tensor, " batch"]
 
 
-class PointProcess(engine.Process[Point]):
-    def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> Point:
-        return Point(matrix=V0)
-
-    def covariance(self, state: Point) -> Float[Tensor, "batch m m"]:
-        return state.V
-
-    def select(self, choice: Paths, yes: Point, no: Point) -> Point:
-        return Point(matrix=torch.where(choice[:, None, None], yes.V, no.V))
-
-
 @dataclass(frozen=True, eq=False)
-class ConeSteps(PointProcess):
+class ConeSteps(engine.PointProcess):
     """Each term moves in turn (Lie splitting, weak order 1); no move can leave the positive cone."""
 
     terms: tuple[Term, ...]
@@ -47,7 +36,7 @@ class ConeSteps(PointProcess):
 
 
 @dataclass(frozen=True, eq=False)
-class EulerSteps(PointProcess):
+class EulerSteps(engine.PointProcess):
     """Euler-Maruyama, V + h b(V) + sqrt(h) Sigma(V)^{1/2} xi, projected onto the cone where it left it. For comparison."""
 
     terms: tuple[Term, ...]
@@ -66,7 +55,7 @@ class EulerSteps(PointProcess):
         return Point(matrix=torch.where(finite, V, math.nan)), outside
 
 
-METHODS: dict[str, Callable[[tuple[Term, ...], float], PointProcess]] = {"cone": ConeSteps, "euler": EulerSteps}
+METHODS: dict[str, Callable[[tuple[Term, ...], float], engine.PointProcess]] = {"cone": ConeSteps, "euler": EulerSteps}
 
 
 def solve(
@@ -84,6 +73,7 @@ def solve(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float64,
     chunk: int | None = None,
+    executor: engine.Executor | None = None,
     progress: bool | None = None,
 ) -> Trajectory:
     r"""Samples paths of $dV = b(V)\,dt + \Sigma(V)^{1/2}\,dB$ from V0 to time T = depth/width.
@@ -94,14 +84,15 @@ def solve(
         T: the horizon, depth/width.
         steps: number of time steps; by default as many as make a step at most 0.01.
         samples: number of paths; by default the number of matrices in V0.
-        seed: the same seed gives the same numbers, whatever the chunk size.
+        seed: the same seed gives the same numbers, whatever the chunk size or the number of workers.
         method: "cone" (default; stays positive semi-definite at any step size) or "euler" (with projection; `info["projections"]`
             counts how many steps needed it).
         record: "all" steps, the "last", or every k-th and the last. With "last" memory does not grow with the number of steps.
         upper, lower: a path stops when its largest eigenvalue passes `upper` or its smallest falls below `lower`. By default only a
             path that leaves the safe part of the float range stops.
         device, dtype: where and in which precision to compute.
-        chunk: number of samples to work on together, rounded to whole blocks.
+        chunk: number of samples that a worker takes at a time, rounded to whole blocks.
+        executor: anything like a concurrent.futures.Executor; samples are then simulated there (see `shaped.workers`).
         progress: show a bar on standard error: None for work of over a second, True, False. Never where that is not a terminal.
     """
     if not 0.0 < T < math.inf:
@@ -126,6 +117,7 @@ def solve(
         device=device,
         dtype=dtype,
         chunk=chunk,
+        executor=executor,
         progress=progress,
         info={"method": method, "steps": steps},
         event="projections" if method == "euler" else None,

@@ -30,28 +30,51 @@ class GeneratorNormals(Normals):
 
 
 class Stream(Normals):
-    """The normals of one block of samples: a function of the seed, the block's number and the kind of device alone.
+    """The random numbers of one block of samples: a function of the seed, the block's number, the precision and the kind of device alone.
 
-    On the CPU numpy draws them, because its ziggurat takes less than half of torch.randn's time in double precision
-    (benchmarks/limit.py) and because torch's CPU generator keeps only 32 bits of a seed.
+    On the CPU numpy draws in double precision and torch in single precision: each takes half the other's time there
+    (benchmarks/limit.py, benchmarks/finite.py). torch's CPU generator keeps only 32 bits of a seed, so blocks get consecutive ones:
+    no two blocks of a run share theirs.
     """
 
     def __init__(self, seed: int, block: int, *, dtype: torch.dtype, device: torch.device):
         sequence = np.random.SeedSequence(seed, spawn_key=(block,))
         self._dtype, self._device = dtype, device
+        self._numpy = np.random.Generator(np.random.SFC64(sequence))
+        self._torch = torch.Generator(device=device)
         if device.type == "cpu":
-            self._numpy = np.random.Generator(np.random.SFC64(sequence))
-            self._torch = None
+            first = int(np.random.SeedSequence(seed).generate_state(1)[0])
+            self._torch.manual_seed((first + block) % 2**32)
         else:
-            state = int(sequence.generate_state(1, np.uint64)[0]) >> 1  # torch takes seeds below 2^63
-            self._torch = torch.Generator(device=device).manual_seed(state)
+            self._torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)  # torch takes seeds below 2^63
 
     def normal(self, *shape: int) -> Tensor:
-        if self._torch is not None:
-            return torch.randn(shape, generator=self._torch, dtype=self._dtype, device=self._device)
-        drawn = np.float64 if self._dtype == torch.float64 else np.float32
-        return torch.from_numpy(self._numpy.standard_normal(shape, dtype=drawn)).to(self._dtype)
+        if self._device.type == "cpu" and self._dtype == torch.float64:
+            return torch.from_numpy(self._numpy.standard_normal(shape))
+        return torch.randn(shape, generator=self._torch, dtype=self._dtype, device=self._device)
 
     def square(self, L: Float[Tensor, "batch m k"]) -> Float[Tensor, "batch k k"]:
-        batch, _, k = L.shape
-        return self.normal(k, k, batch).permute(2, 0, 1) if L.stride(0) == 1 else self.normal(batch, k, k)
+        return self.matrices(L, L.shape[-1], L.shape[-1])
+
+    def matrices(self, like: Float[Tensor, "batch _ _"], rows: int, columns: int) -> Float[Tensor, "batch {rows} {columns}"]:
+        """Matrices of normals, one for each sample of `like`, with the samples where `like` has them in memory."""
+        if like.stride(0) == 1:
+            return self.normal(rows, columns, len(like)).permute(2, 0, 1)
+        return self.normal(len(like), rows, columns)
+
+    def bartlett(self, like: Float[Tensor, "batch _ _"], size: int, degrees: int) -> Float[Tensor, "batch {size} root"]:
+        """T with T Tᵀ ~ Wishart(I, degrees): the law of Z Zᵀ for a size x degrees matrix Z of normals, at a cost without `degrees`.
+
+        Bartlett's lower triangular T: normals below the diagonal, on it the roots of chi-squared numbers with `degrees`,
+        `degrees` - 1, … degrees of freedom. For fewer degrees than rows it is Z itself, which is smaller then.
+        """
+        if degrees < size:
+            return self.matrices(like, size, degrees)
+        T = like.new_zeros(size, size, len(like))
+        below = torch.tril_indices(size, size, -1, device=like.device)
+        T[below[0], below[1]] = self.normal(below.shape[1], len(like))
+        halves = (degrees - np.arange(size, dtype=np.float64)) / 2.0
+        chi = np.sqrt(2.0 * self._numpy.standard_gamma(halves[:, None], (size, len(like))))
+        T.diagonal(dim1=0, dim2=1).copy_(torch.from_numpy(chi).T)
+        T = T.permute(2, 0, 1)
+        return T if like.stride(0) == 1 else T.contiguous()

@@ -4,5 +4,8 @@ from shaped.layers.attention import ShapedAttention as ShapedAttention
 from shaped.layers.base import Chain as Chain
 from shaped.layers.base import Layer as Layer
 from shaped.layers.base import NoLimit as NoLimit
+from shaped.layers.feedforward import ReLUFeedForward as ReLUFeedForward
 from shaped.layers.feedforward import ShapedFeedForward as ShapedFeedForward
 from shaped.layers.feedforward import ShapedPerceptron as ShapedPerceptron
+from shaped.layers.normalisation import PostLN as PostLN
+from shaped.layers.normalisation import PreLN as PreLN

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from shaped.covariance import Matrix, Point, product, weighted_mean
-from shaped.layers.base import Layer, check_residual
+from shaped.covariance import Matrix, Point, factor, laid_out_like, product, weighted_mean
+from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual
 from shaped.layers.terms import Term, WeightNoise
-from shaped.randomness import Normals
+from shaped.nn.functional import attention_matrix
+from shaped.nn.networks import RandomAttention, Residual
+from shaped.randomness import Normals, Stream
 
 Rows = Float[Tensor, "rows m"]  # the rows of an m x m matrix, or one row that stands for all of them
 Mask = str | Tensor | None
@@ -129,17 +133,21 @@ def squared_change(P: Rows, V: Matrix) -> Float[Tensor, "*batch rows rows"]:
 
 
 @dataclass(frozen=True, eq=False)
-class ShapedAttention(Layer):
+class ShapedAttention(ResidualLayer):
     r"""$X' = \lambda X + \gamma A X W^V/\sqrt{n}$ (Eq. model), $A = I + \text{softmax}(Y/\tau + B) - \text{softmax}(B)$,
     $\tau = \tau_0\sqrt{n n_k}$ (Eq. shaped-attention).
 
     Args:
-        gamma: weight of the residual branch; the shortcut has lam = sqrt(1 - gamma²).
+        gamma: weight of the residual branch.
         tau0: temperature.
         heads: number of heads; each has its own logits and n/heads of the values.
         project: multiply the heads' values by an output matrix W^O, as every Transformer in use does.
         mask: None (every token sees every token), "causal", or an [m, m] bias B on the logits: numbers, with -inf where a token
             is not to be attended to, or booleans, with True where it is.
+        lam: weight of the shortcut; by default sqrt(1 - gamma²).
+        identity, centre, temperature: the three modifications that shape attention. Without the identity or the centring that term
+            is missing from A; without the temperature $\tau = \tau_0\sqrt{n_k}$. With all three off this is softmax attention
+            (Eq. Softmax-att). A layer that lacks one of them has a law and a module, but no limit.
     """
 
     gamma: float
@@ -147,9 +155,13 @@ class ShapedAttention(Layer):
     heads: int = 1
     project: bool = False
     mask: Mask = None
+    lam: float | None = None
+    identity: bool = True
+    centre: bool = True
+    temperature: bool = True
 
     def __post_init__(self) -> None:
-        check_residual(self.gamma)
+        check_residual(self.gamma, self.lam)
         if not 0.0 < self.tau0 < math.inf:
             raise ValueError(f"tau0 must be positive and finite, got {self.tau0}")
         if self.heads < 1:
@@ -162,10 +174,75 @@ class ShapedAttention(Layer):
         Beyond the paper: heads with logits of their own average out, $\mathcal{A}/H$; an output projection is a second weight
         matrix, $2\gamma^2\Sigma_{\text{lin}}$.
         """
+        missing = [
+            reason
+            for present, reason in (
+                (self.identity, "identity=False leaves A = softmax - softmax(B), which is not near I: A V Aᵀ - V is O(1)"),
+                (self.centre, "centre=False leaves softmax(B), the attention at zero logits, in A: A V Aᵀ - V is O(1)"),
+                (self.temperature, "temperature=False leaves logits Y/sqrt(n_k) that do not shrink with n: A - I is O(1)"),
+            )
+            if not present
+        ]
+        if missing:
+            raise NoLimit(f"{self!r} has no limit: {'; '.join(missing)}")
+        self.check_shortcut()
         share = self.gamma**2
         weights = 2.0 * share if self.project else share * (2.0 - share)
         rate = share / self.tau0**2
         return WeightNoise(weights), LogitPerturbation(self.mask, rate, rate * share / self.heads)
+
+    @property
+    def needs_tokens(self) -> bool:
+        return self.heads > 1 and not self.project
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        if sizes.n % self.heads:
+            raise ValueError(f"heads must divide the width n = {sizes.n}, got {self.heads}")
+
+    def tau(self, n: int, n_k: int) -> float:
+        return self.tau0 * math.sqrt(n * n_k if self.temperature else n_k)
+
+    def branch(self, L: Factor, sizes: Sizes, stream: Stream) -> tuple[Factor, ...]:
+        r"""$A_h L$ for each head h. With a projection, a factor of $\sum_h (A_h L T_h)(A_h L T_h)^\top/n$, the Gram matrix of the heads'
+        values, T of Bartlett for n/heads degrees."""
+        heads = [product(self.attention(L, sizes, stream), L) for _ in range(self.heads)]
+        if not self.project:
+            return tuple(heads)
+        m = L.shape[-1]
+        roots = [product(F, stream.bartlett(L, m, sizes.n // self.heads)) for F in heads]
+        return (factor(reduce(add, (product(root, root.mT) for root in roots)) / sizes.n),)
+
+    def attention(self, L: Factor, sizes: Sizes, stream: Stream) -> Matrix:
+        r"""A draw of A. The logits $X W^Q W^{K\top} X^\top/n$ have the law of $L T G L^\top$, T of Bartlett for n_k degrees."""
+        n_k, m = sizes.keys(self.heads), L.shape[-1]
+        T = stream.bartlett(L, m, n_k)
+        G = stream.matrices(L, T.shape[-1], m).mul_(1.0 / self.tau(sizes.n, n_k))
+        logits = product(product(L, product(T, G)), L.mT)
+        return laid_out_like(attention_matrix(logits, self.bias(m, L), float(self.identity), float(self.centre)), L)
+
+    def bias(self, m: int, like: Tensor) -> Float[Tensor, "m m"]:
+        """B, with -inf where a token is not attended to."""
+        return resting_attention(self.mask, m, like).log().expand(m, m)
+
+    def module(
+        self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        sizes = Sizes(n, n_k)
+        self.check_sizes(sizes)
+        keys = sizes.keys(self.heads)
+        branch = RandomAttention(
+            n,
+            keys,
+            self.heads,
+            self.project,
+            self.tau(n, keys),
+            float(self.identity),
+            float(self.centre),
+            self.mask,  # "causal" or a bias
+            generator=generator,
+            dtype=dtype,
+        )
+        return Residual(branch, self.shortcut, self.gamma)
 
 
 def _as_bias(mask: object) -> Mask:

@@ -1,20 +1,42 @@
-"""Layer, Chain and NoLimit: what every layer of the theory has in common."""
+"""Layer, Chain and NoLimit: what every layer of the theory has in common.
+
+A layer has three faces: its limit (`limit`, `drift`, `noise`, `Sigma`), its law (`advance_gram`, `advance_tokens`: one step of a random
+network of finite width, exact in law and drawn without its weights) and its `module`, with explicit weights.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
 
 import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from shaped.covariance import Matrix, Point, check_covariance
+from shaped.covariance import Matrix, Point, check_covariance, factor, gram, product
 from shaped.layers.terms import Dense, Term, collected
-from shaped.randomness import GeneratorNormals
+from shaped.randomness import GeneratorNormals, Stream
+
+Tokens = Float[Tensor, "batch m n"]
+Factor = Float[Tensor, "batch m k"]
 
 
 class NoLimit(ValueError):
-    """A layer whose update of the covariance is not O(1/n): it has no covariance SDE."""
+    """A layer whose update of the covariance does not shrink with the width: it has no covariance SDE."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Width n of a finite network and width n_k of each head's keys (None: n divided by the number of heads)."""
+
+    n: int
+    n_k: int | None = None
+
+    def keys(self, heads: int) -> int:
+        return self.n // heads if self.n_k is None else self.n_k
 
 
 class Layer(ABC):
@@ -51,6 +73,82 @@ class Layer(ABC):
         _check_shape(V)
         return reduce(add, (term.Sigma(V) for term in self.terms))
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Does a step look at single features, so that the covariance alone does not determine the next one's law?"""
+        return False
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raises a ValueError for widths that the layer cannot have; any will do for most."""
+        return
+
+    @abstractmethod
+    def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream) -> Tokens:
+        """The next layer's tokens, given these."""
+
+    @abstractmethod
+    def advance_gram(self, point: Point, sizes: Sizes, stream: Stream) -> Point:
+        """The next layer's covariance, given this one. Only where `needs_tokens` is False."""
+
+    @abstractmethod
+    def module(
+        self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        """The layer with explicit weights, for tokens [..., m, n]; at initialisation it has the law of `advance_tokens`."""
+
+
+class ResidualLayer(Layer):
+    r"""$X' = \lambda X + \gamma f(X)$, where each feature of $f(X)$ is, given V, normal with covariance $F F^\top$ over the tokens.
+
+    A layer of this kind says only how F comes about.
+    """
+
+    gamma: float
+    lam: float | None
+    """Weight of the shortcut; None is sqrt(1 - gamma²), which keeps the covariance (Sec. 2)."""
+
+    @property
+    def shortcut(self) -> float:
+        return math.sqrt(1.0 - self.gamma**2) if self.lam is None else self.lam
+
+    @abstractmethod
+    def branch(self, L: Factor, sizes: Sizes, stream: Stream) -> tuple[Factor, ...]:
+        """A draw of F for each of the equal slices into which the features fall (one slice, but for heads without projection)."""
+
+    def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream) -> Tokens:
+        return self.shortcut * X + self.gamma * self.update(X, sizes, stream)
+
+    def update(self, X: Tokens, sizes: Sizes, stream: Stream) -> Tokens:
+        """f(X)."""
+        slices = self.branch(factor(gram(X)), sizes, stream)
+        width = sizes.n // len(slices)
+        return torch.cat([F @ stream.matrices(X, F.shape[-1], width) for F in slices], -1)
+
+    def advance_gram(self, point: Point, sizes: Sizes, stream: Stream) -> Point:
+        r"""$V' = R R^\top + \frac{\gamma^2}{n} (F T)(F T)^\top$, $R = \lambda L + \gamma F G/\sqrt{n}$, T of Bartlett for n - m degrees.
+
+        With $X = \sqrt{n} L O$, where O has orthonormal rows, $f(X) = F Z$ meets X only through $G = Z O^\top$; the rest of Z is
+        orthogonal to X and enters by its Gram matrix, which is Wishart.
+        """
+        L = point.L
+        (F,) = self.branch(L, sizes, stream)
+        m, k = F.shape[-2:]
+        G = stream.matrices(L, k, m).mul_(self.gamma / math.sqrt(sizes.n))
+        beside = product(F, G).add_(L, alpha=self.shortcut)
+        V = product(beside, beside.mT)
+        if sizes.n > m:
+            across = product(F, stream.bartlett(L, k, sizes.n - m))
+            V = V.add_(product(across, across.mT), alpha=self.gamma**2 / sizes.n)
+        return Point(matrix=V)
+
+    def check_shortcut(self) -> None:
+        """Raises NoLimit where shortcut and branch do not keep the covariance between them."""
+        total = self.shortcut**2 + self.gamma**2
+        if abs(total - 1.0) > 1e-9:
+            raise NoLimit(
+                f"{self!r} has no limit: lam² + gamma² = {total:.4g} is not 1, so each layer multiplies V by about that, an update of O(1)"
+            )
+
 
 class Chain(Layer):
     """Layers applied one after another, as made by `>>`."""
@@ -68,6 +166,29 @@ class Chain(Layer):
         """Cor. full_transformer: stacking layers adds their drifts and the covariances of their noises."""
         return tuple(term for layer in self._layers for term in layer.limit())
 
+    @property
+    def needs_tokens(self) -> bool:
+        return any(layer.needs_tokens for layer in self._layers)
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        for layer in self._layers:
+            layer.check_sizes(sizes)
+
+    def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream) -> Tokens:
+        for layer in self._layers:
+            X = layer.advance_tokens(X, sizes, stream)
+        return X
+
+    def advance_gram(self, point: Point, sizes: Sizes, stream: Stream) -> Point:
+        for layer in self._layers:
+            point = layer.advance_gram(point, sizes, stream)
+        return point
+
+    def module(
+        self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        return nn.Sequential(*(layer.module(n, n_k, generator=generator, dtype=dtype) for layer in self._layers))
+
     def __repr__(self) -> str:
         return " >> ".join(map(repr, self._layers))
 
@@ -77,7 +198,7 @@ def _check_shape(V: torch.Tensor) -> None:
         raise ValueError(f"V must be square, [..., m, m], got shape {tuple(V.shape)}")
 
 
-def check_residual(gamma: float) -> None:
-    """gamma is the residual branch's share; the shortcut lam = sqrt(1 - gamma²) takes the rest."""
-    if not 0.0 <= gamma <= 1.0:
-        raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+def check_residual(gamma: float, lam: float | None) -> None:
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if value is not None and not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} must lie in [0, 1], got {value}")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from shaped.covariance import Matrix, Point
-from shaped.layers.base import Layer, check_residual
+from shaped.covariance import Matrix, Point, factor, gram
+from shaped.layers.base import Factor, Layer, NoLimit, ResidualLayer, Sizes, Tokens, check_residual
 from shaped.layers.terms import Term, WeightNoise
-from shaped.randomness import Normals
+from shaped.nn.functional import he_constant, shaped_relu
+from shaped.nn.networks import RandomFeedForward, RandomPerceptron, Residual
+from shaped.randomness import Normals, Stream
+
+Slopes = tuple[float, float]  # positive, negative
 
 
 @dataclass(frozen=True)
@@ -62,40 +67,125 @@ def absolute_kernel(V: Matrix) -> Matrix:
     return K
 
 
+class FeedForward(ResidualLayer):
+    r"""$f(X) = \sigma_s(X W^{\text{pre}}/\sqrt{n})\sqrt{c/n}\,W^{\text{post}}$ (Eq. resnet) for slopes that may depend on the width."""
+
+    @abstractmethod
+    def slopes(self, n: int) -> Slopes:
+        """The slopes of the activation at width n."""
+
+    def branch(self, L: Factor, sizes: Sizes, stream: Stream) -> tuple[Factor, ...]:
+        return (factor(activation_gram(L, sizes.n, self.slopes(sizes.n), stream)),)
+
+    def module(
+        self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        branch = RandomFeedForward(n, *self.slopes(n), generator=generator, dtype=dtype)
+        return Residual(branch, self.shortcut, self.gamma)
+
+
 @dataclass(frozen=True)
-class ShapedFeedForward(Layer):
+class ShapedFeedForward(FeedForward):
     r"""$X' = \lambda X + \gamma\,\sigma_s(X W^{\text{pre}}/\sqrt{n})\sqrt{c/n}\,W^{\text{post}}$ (Eq. resnet).
 
-    The shaped ReLU $\sigma_s$ has slopes $1 + c_\pm/\sqrt{n}$; the shortcut is $\lambda = \sqrt{1 - \gamma^2}$.
+    The shaped ReLU $\sigma_s$ has slopes $1 + c_\pm/\sqrt{n}$; the shortcut is $\lambda = \sqrt{1 - \gamma^2}$ unless `lam` is given.
     """
 
     gamma: float
     c_plus: float = 0.0
     c_minus: float = -1.0
+    lam: float | None = None
 
     def __post_init__(self) -> None:
-        check_residual(self.gamma)
-        check_slopes(self.c_plus, self.c_minus)
+        check_residual(self.gamma, self.lam)
+        check_finite("c_plus", self.c_plus)
+        check_finite("c_minus", self.c_minus)
+
+    def slopes(self, n: int) -> Slopes:
+        return shaped_slopes(n, self.c_plus, self.c_minus)
 
     def limit(self) -> tuple[Term, ...]:
         r"""Thm. sde-resnet: $b = \gamma^2 b_{\text{ReLU}}$, $\Sigma = 2\gamma^2\Sigma_{\text{lin}}$."""
+        self.check_shortcut()
         share = self.gamma**2
         return WeightNoise(2.0 * share), ReLURelaxation(share * relaxation_rate(self.c_plus, self.c_minus))
 
 
 @dataclass(frozen=True)
+class ReLUFeedForward(FeedForward):
+    r"""The same layer with a ReLU that is not shaped: slopes 1 and `negative_slope`, whatever the width. It has no limit."""
+
+    gamma: float
+    negative_slope: float = 0.0
+    lam: float | None = None
+
+    def __post_init__(self) -> None:
+        check_residual(self.gamma, self.lam)
+        check_finite("negative_slope", self.negative_slope)
+
+    def slopes(self, n: int) -> Slopes:
+        return 1.0, self.negative_slope
+
+    def limit(self) -> tuple[Term, ...]:
+        raise NoLimit(
+            f"{self!r} has no limit: the slopes 1 and {self.negative_slope:g} do not approach each other as n grows, so the "
+            "kernel's change c·K1(rho) - rho is O(1)"
+        )
+
+
+@dataclass(frozen=True)
 class ShapedPerceptron(Layer):
-    r"""$X' = \sigma_s(X)\sqrt{c/n}\,W$ (App. "Covariance SDE Framework"), slopes $1 + c_\pm/\sqrt{n}$, no skip connection."""
+    r"""$X' = \sqrt{c}\,\sigma_s(X W/\sqrt{n})$, slopes $1 + c_\pm/\sqrt{n}$, no skip connection (App. "Covariance SDE Framework").
+
+    The paper writes $X' = \sigma_s(X)\sqrt{c/n}\,W$: the same stack, cut before the activation. Cut after it, as here, the
+    covariance alone determines the next one's law.
+    """
 
     c_plus: float = 0.0
     c_minus: float = -1.0
 
     def __post_init__(self) -> None:
-        check_slopes(self.c_plus, self.c_minus)
+        check_finite("c_plus", self.c_plus)
+        check_finite("c_minus", self.c_minus)
 
     def limit(self) -> tuple[Term, ...]:
         r"""Eq. sde_mlp: $b = b_{\text{ReLU}}$, $\Sigma = \Sigma_{\text{lin}}$."""
         return WeightNoise(1.0), ReLURelaxation(relaxation_rate(self.c_plus, self.c_minus))
+
+    def slopes(self, n: int) -> Slopes:
+        return shaped_slopes(n, self.c_plus, self.c_minus)
+
+    def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream) -> Tokens:
+        L, (positive, negative) = factor(gram(X)), self.slopes(sizes.n)
+        before = L @ stream.matrices(X, L.shape[-1], sizes.n)
+        return math.sqrt(he_constant(negative, positive)) * shaped_relu(before, negative, positive)
+
+    def advance_gram(self, point: Point, sizes: Sizes, stream: Stream) -> Point:
+        return Point(matrix=activation_gram(point.L, sizes.n, self.slopes(sizes.n), stream))
+
+    def module(
+        self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        return RandomPerceptron(n, *self.slopes(n), generator=generator, dtype=dtype)
+
+
+def activation_gram(L: Factor, n: int, slopes: Slopes, stream: Stream) -> Float[Tensor, "batch m m"]:
+    r"""A draw of $\frac{c}{n} \sigma_s(h)\sigma_s(h)^\top$, $h = L Z$ with m x n normals Z: a hidden layer's Gram matrix."""
+    positive, negative = slopes
+    batch, m, k = L.shape
+    K = L.new_empty(m, m, batch).permute(2, 0, 1) if L.stride(0) == 1 else L.new_empty(batch, m, m)
+    # A few samples at a time, so that their features stay in the cache.
+    few = max(1, (2**16 if L.device.type == "cpu" else 2**26) // (m * n))
+    for first in range(0, batch, few):
+        part = L[first : first + few].contiguous()
+        features = shaped_relu(part @ stream.normal(len(part), k, n), negative, positive)
+        K[first : first + few] = features @ features.mT
+    return K.mul_(he_constant(negative, positive) / n)
+
+
+def shaped_slopes(n: int, c_plus: float, c_minus: float) -> Slopes:
+    r"""$s_\pm = 1 + c_\pm/\sqrt{n}$ (Eq. resnet)."""
+    return 1.0 + c_plus / math.sqrt(n), 1.0 + c_minus / math.sqrt(n)
 
 
 def relaxation_rate(c_plus: float, c_minus: float) -> float:
@@ -103,7 +193,6 @@ def relaxation_rate(c_plus: float, c_minus: float) -> float:
     return (c_plus - c_minus) ** 2 / 4.0
 
 
-def check_slopes(c_plus: float, c_minus: float) -> None:
-    for name, value in (("c_plus", c_plus), ("c_minus", c_minus)):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
+def check_finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")

@@ -1,0 +1,122 @@
+"""propagate: random networks of finite width, exactly in law, without their weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from shaped import engine
+from shaped.covariance import Point, factor, gram
+from shaped.layers.base import Layer, Sizes
+from shaped.randomness import Stream
+from shaped.trajectory import Trajectory
+
+Paths = Bool[Tensor, " batch"]
+PATHS = ("auto", "gram", "tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class GramSteps(engine.PointProcess):
+    """The chain of covariances: attention then costs nothing in n, a feed-forward layer m·n normals."""
+
+    layer: Layer
+    sizes: Sizes
+
+    def step(self, state: Point, stream: Stream) -> tuple[Point, None]:
+        return self.layer.advance_gram(state, self.sizes, stream), None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSteps(engine.Process[Tensor]):
+    """The chain of tokens, [batch, m, n], for layers that look at single features."""
+
+    layer: Layer
+    sizes: Sizes
+
+    def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> Tensor:
+        """Tokens with covariance V0 in a direction that is uniformly distributed, since V0 does not give one."""
+        m, n = V0.shape[-1], self.sizes.n
+        directions = torch.linalg.qr(stream.normal(len(V0), n, m)).Q
+        return math.sqrt(n) * factor(V0).contiguous() @ directions.mT
+
+    def step(self, state: Tensor, stream: Stream) -> tuple[Tensor, None]:
+        return self.layer.advance_tokens(state, self.sizes, stream), None
+
+    def covariance(self, state: Tensor) -> Float[Tensor, "batch m m"]:
+        return gram(state)
+
+    def select(self, choice: Paths, yes: Tensor, no: Tensor) -> Tensor:
+        return torch.where(choice[:, None, None], yes, no)
+
+    def entries(self, m: int) -> int:
+        return m * self.sizes.n
+
+
+def propagate(
+    layer: Layer,
+    V0: Tensor,
+    *,
+    n: int,
+    d: int,
+    samples: int | None = None,
+    seed: int,
+    n_k: int | None = None,
+    path: str = "auto",
+    record: engine.Record = "all",
+    upper: float | None = None,
+    lower: float | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float64,
+    chunk: int | None = None,
+    executor: engine.Executor | None = None,
+    progress: bool | None = None,
+) -> Trajectory:
+    """Samples the covariance V = XXᵀ/n through d layers of a random network of width n, exactly in law, at time t = layer/n.
+
+    Given the tokens, a product with a Gaussian weight matrix is drawn directly: m·n normals, no weights. Without LayerNorm the
+    covariances are a Markov chain by themselves, and even the tokens are not made (`info["path"]` says which).
+
+    Args:
+        layer: a layer or chain; d of them are stacked.
+        V0: covariance of the tokens that enter, [m, m] or [samples, m, m].
+        n, d: width and depth.
+        samples: number of networks; by default the number of matrices in V0.
+        seed: the same seed gives the same numbers, whatever the chunk size or the number of workers.
+        n_k: width of each head's keys; by default n divided by the number of heads.
+        path: "gram" (covariances alone), "tokens", or "auto": "gram" where the layers allow it.
+        record, upper, lower, device, dtype, chunk, executor, progress: as in `solve`.
+    """
+    for name, value in (("n", n), ("d", d), ("n_k", 1 if n_k is None else n_k)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
+    m = torch.as_tensor(V0).shape[-1] if torch.as_tensor(V0).ndim else 0
+    if n < m:
+        raise ValueError(f"n must be at least {m}, the number of tokens: fewer features cannot have every covariance, got {n}")
+    sizes = Sizes(n, n_k)
+    layer.check_sizes(sizes)
+    if path == "gram" and layer.needs_tokens:
+        raise ValueError(f"path must be 'tokens' or 'auto' for {layer!r}, which looks at single features, got 'gram'")
+    by_tokens = layer.needs_tokens or path == "tokens"
+    return engine.run(
+        TokenSteps(layer, sizes) if by_tokens else GramSteps(layer, sizes),
+        V0,
+        steps=d,
+        dt=1.0 / n,
+        samples=samples,
+        seed=seed,
+        record=record,
+        upper=upper,
+        lower=lower,
+        device=device,
+        dtype=dtype,
+        chunk=chunk,
+        executor=executor,
+        progress=progress,
+        info={"path": "tokens" if by_tokens else "gram", "n": n, "d": d},
+    )

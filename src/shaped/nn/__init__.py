@@ -1,0 +1,3 @@
+"""Networks with explicit weights, in PyTorch."""
+
+from shaped.nn import functional as functional

@@ -1,0 +1,41 @@
+"""The formulas that both a step of a random network and a trainable module compute."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def attention_matrix(
+    logits: Float[Tensor, "*batch m k"],
+    bias: Float[Tensor, "m k"],
+    gamma1: float | Tensor = 1.0,
+    gamma2: float | Tensor = 1.0,
+) -> Float[Tensor, "*batch m k"]:
+    r"""$A = \gamma_1 I + \text{softmax}(Y + B) - \gamma_2\,\text{softmax}(B)$ (Eq. shaped-attention, Eq. shaped-attention-train).
+
+    The bias B holds -inf where a token is not attended to; softmax(B), the attention at zero logits, is $11^\top/m$ without a mask.
+    """
+    A = torch.softmax(logits + bias, -1) - gamma2 * torch.softmax(bias, -1)
+    A.diagonal(dim1=-2, dim2=-1).add_(gamma1)
+    return A
+
+
+def shaped_relu(x: Tensor, negative_slope: float | Tensor, positive_slope: float | Tensor = 1.0) -> Tensor:
+    r"""$\sigma_s(x) = s_+ \max(x, 0) + s_- \min(x, 0)$ (Eq. resnet)."""
+    if isinstance(negative_slope, Tensor) or isinstance(positive_slope, Tensor):
+        return positive_slope * x.clamp(min=0.0) + negative_slope * x.clamp(max=0.0)
+    if positive_slope == 1.0:
+        return torch.nn.functional.leaky_relu(x, negative_slope)
+    return positive_slope * torch.nn.functional.leaky_relu(x, negative_slope / positive_slope)
+
+
+def he_constant(negative_slope: float, positive_slope: float = 1.0) -> float:
+    r"""$c = 1/\mathbb{E}\,\sigma_s(g)^2 = 2/(s_+^2 + s_-^2)$ (Eq. resnet): keeps the variance of a layer's features."""
+    return 2.0 / (positive_slope**2 + negative_slope**2)
+
+
+def layer_norm(X: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
+    """Each token brought to mean 0 and variance 1 over its features, without gain or bias, as at initialisation."""
+    return torch.nn.functional.layer_norm(X, X.shape[-1:])

@@ -1,0 +1,86 @@
+"""Random networks of the theory with explicit weights, all of them iid N(0, 1), as the paper writes them.
+
+They are what the weightless simulation is checked against, and do nothing that the paper's equations do not say.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from shaped.nn.functional import attention_matrix, he_constant, layer_norm, shaped_relu
+
+X = Float[Tensor, "*batch m n"]
+
+
+class RandomAttention(nn.Module):
+    r"""$f(X) = [A_h X W^V_h/\sqrt{n}]_h$, then $W^O/\sqrt{n}$ if projected (Eq. model, Eq. Softmax-att)."""
+
+    def __init__(
+        self, n: int, n_k: int, heads: int, project: bool, tau: float, gamma1: float, gamma2: float, mask: str | Tensor | None, **how
+    ):
+        super().__init__()
+        self.heads, self.tau, self.gamma1, self.gamma2 = heads, tau, gamma1, gamma2
+        self.causal = isinstance(mask, str)
+        self.bias: Tensor | None
+        self.register_buffer("bias", None if isinstance(mask, str) else mask)
+        self.query, self.key = weights(n, heads * n_k, **how), weights(n, heads * n_k, **how)
+        self.value = weights(n, n, **how)
+        self.output = weights(n, n, **how) if project else None
+
+    def forward(self, x: X) -> X:
+        scale = 1.0 / math.sqrt(x.shape[-1])
+        query, key, value = (
+            (x @ weight * scale).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for weight in (self.query, self.key, self.value)
+        )
+        m = x.shape[-2]
+        bias = x.new_zeros(m, m) if self.bias is None else self.bias.to(x)
+        if self.causal:
+            bias = bias.masked_fill(~torch.ones_like(bias).tril().bool(), -math.inf)
+        A = attention_matrix(query @ key.mT / self.tau, bias, self.gamma1, self.gamma2)
+        mixed = (A @ value).transpose(-2, -3).flatten(-2)
+        return mixed if self.output is None else mixed @ self.output * scale
+
+
+class RandomFeedForward(nn.Module):
+    r"""$f(X) = \sigma_s(X W^{\text{pre}}/\sqrt{n})\sqrt{c/n}\,W^{\text{post}}$ (Eq. resnet)."""
+
+    def __init__(self, n: int, positive_slope: float, negative_slope: float, **how):
+        super().__init__()
+        self.slopes = negative_slope, positive_slope
+        self.pre, self.post = weights(n, n, **how), weights(n, n, **how)
+
+    def forward(self, x: X) -> X:
+        n = x.shape[-1]
+        return shaped_relu(x @ self.pre / math.sqrt(n), *self.slopes) @ self.post * math.sqrt(he_constant(*self.slopes) / n)
+
+
+class RandomPerceptron(nn.Module):
+    r"""$X' = \sqrt{c}\,\sigma_s(X W/\sqrt{n})$."""
+
+    def __init__(self, n: int, positive_slope: float, negative_slope: float, **how):
+        super().__init__()
+        self.slopes = negative_slope, positive_slope
+        self.weight = weights(n, n, **how)
+
+    def forward(self, x: X) -> X:
+        return math.sqrt(he_constant(*self.slopes)) * shaped_relu(x @ self.weight / math.sqrt(x.shape[-1]), *self.slopes)
+
+
+class Residual(nn.Module):
+    r"""$X' = \lambda X + \gamma f(X)$; with LayerNorm before f (Pre-LN) or on the result (Post-LN)."""
+
+    def __init__(self, branch: nn.Module, lam: float, gamma: float, norm: str | None = None):
+        super().__init__()
+        self.branch, self.lam, self.gamma, self.norm = branch, lam, gamma, norm
+
+    def forward(self, x: X) -> X:
+        y = self.lam * x + self.gamma * self.branch(layer_norm(x) if self.norm == "pre" else x)
+        return layer_norm(y) if self.norm == "post" else y
+
+
+def weights(rows: int, columns: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.randn(rows, columns, generator=generator, dtype=dtype))

@@ -1,0 +1,70 @@
+"""Executors for `solve` and `propagate`: processes on this machine, or an existing Dask cluster."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class LocalWorkers(Executor):
+    """A pool of processes that is made anew when one of them dies, so that lost work can be handed in again."""
+
+    def __init__(self, workers: int):
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        self._workers, self._pool = workers, None
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        if self._pool is None:
+            self._pool = self._started()
+        try:
+            return self._pool.submit(fn, *args, **kwargs)
+        except BrokenExecutor:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = self._started()
+            return self._pool.submit(fn, *args, **kwargs)
+
+    def _started(self) -> ProcessPoolExecutor:
+        # Spawned, not forked: torch's threads do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self._workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+            self._pool = None
+
+
+@contextmanager
+def working_on(workers: int | None, scheduler: str | None) -> Iterator[Executor | None]:
+    """An executor for `--workers N` or `--scheduler ADDRESS`; None for this process alone."""
+    if workers is not None and scheduler is not None:
+        raise ValueError(f"workers and scheduler exclude each other, got {workers} and {scheduler!r}")
+    if scheduler is not None:
+        with dask_executor(scheduler) as executor:
+            yield executor
+    elif workers is None:
+        yield None
+    else:
+        with LocalWorkers(workers) as executor:
+            yield executor
+
+
+@contextmanager
+def dask_executor(address: str, timeout: float = 5.0) -> Iterator[Executor]:
+    """The workers of a running Dask cluster, which must be able to import `shaped`. Dask itself repeats the work of a worker that dies."""
+    try:
+        from distributed import Client
+    except ImportError:
+        raise ValueError("scheduler needs Dask: pip install 'shaped-transformer[cluster]'") from None
+    try:
+        client = Client(address, timeout=timeout, set_as_default=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"scheduler must be the address of a running Dask scheduler, got {address!r} ({type(error).__name__})") from None
+    with client:
+        yield client.get_executor()
