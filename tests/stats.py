@@ -43,6 +43,22 @@ def assert_covariance(samples: Tensor, expected: Tensor, *, bias: float = 0.0, z
         assert_mean(centred[:, i : i + 1] * centred, expected[i], bias=bias, z=z)
 
 
+def assert_same_moments(x: Tensor, y: Tensor, *, z: float = Z) -> None:
+    """Two samples of rows [sample, p] agree in their means, covariances and third moments."""
+
+    def moments(rows: Tensor) -> Tensor:
+        centred = rows - rows.mean(0)
+        squares = (centred[:, :, None] * centred[:, None, :]).flatten(1)
+        # what estimating the mean adds to the error of a third moment: its influence is -3 Var·(x - mean)
+        cubes = centred**3 - 3 * centred.var(0) * centred
+        return torch.cat([rows, squares, cubes], 1)
+
+    a, b = moments(x), moments(y)
+    error = (a.var(0) / len(a) + b.var(0) / len(b)).sqrt()
+    worst = ((a.mean(0) - b.mean(0)).abs() / error.clamp(min=1e-300)).max().item()
+    assert worst < z, f"the samples' moments are {worst:.1f} standard errors apart"
+
+
 def assert_distribution(samples: Tensor, points: np.ndarray, cdf: np.ndarray, *, bias: float = 0.0) -> None:
     """The samples follow the distribution function given at `points` (Kolmogorov-Smirnov)."""
     x = np.sort(samples.numpy())

@@ -65,6 +65,35 @@ def test_all_paths_may_stop(monkeypatch, capsys):
     assert summary["rho"] is None
 
 
+def test_converge_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path):
+    arguments = ["converge", "--widths", "4,8,16", "--samples", "3000", "--step", "0.05", "--gamma", "0.9", "--out", str(tmp_path)]
+    assert run(monkeypatch, *arguments) == 0
+    shown = capsys.readouterr().out
+    assert "KS of rho" in shown
+    assert "Wasserstein distance of V" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converge.json", "converge.png"]
+    summary = json.loads((tmp_path / "converge.json").read_text())
+    assert [row["width"] for row in summary["rows"]] == [4, 8, 16]
+    assert [row["depth"] for row in summary["rows"]] == [3, 6, 12]
+    first = summary["rows"][0]["distances"]["rho"]["ks"]
+    assert first.keys() == {"value", "error", "band", "floor", "p"}
+    assert first["value"] > first["band"], "a network of width 4 is far from the limit"
+
+
+def test_the_rate_of_a_known_decay_is_found():
+    from shaped.figures.converge import rate
+
+    def row(n):
+        exact = 2.0 / n
+        distance = {"value": (exact**2 + 1e-6) ** 0.5, "error": 1e-4, "band": 2e-3, "floor": 1e-3, "p": 0.0}
+        return {"width": n, "distances": {"rho": {"ks": distance}}}
+
+    found = rate([row(n) for n in (25, 50, 100, 200, 400)], "rho", "ks")
+    assert found is not None
+    assert found["rate"] == pytest.approx(1.0, abs=0.02)
+    assert rate([row(n) for n in (25, 3200)], "rho", "ks") is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -77,6 +106,12 @@ def test_all_paths_may_stop(monkeypatch, capsys):
         (["simulate", "--depth", "0"], "depth"),
         (["simulate", "--step", "0"], "step"),
         (["simulate", "--speed", "9"], "--speed"),
+        (["simulate", "--workers", "0"], "workers"),
+        (["simulate", "--scheduler", "tcp://127.0.0.1:1"], "scheduler"),
+        (["converge", "--widths", "25,wide"], "wide"),
+        (["converge", "--widths", "3"], "widths"),
+        (["converge", "--heads", "7", "--widths", "25", "--samples", "10"], "heads"),
+        (["converge", "--horizon", "-1", "--samples", "10"], "-1"),
         (["stimulate"], "stimulate"),
     ],
 )

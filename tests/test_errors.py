@@ -1,11 +1,13 @@
 """Wrong input: a ValueError that names the argument and what it got."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import shaped
+from shaped.workers import LocalWorkers
 
 EYE = torch.eye(3, dtype=torch.float64)
 LAYER: shaped.Layer = shaped.ShapedPerceptron()
@@ -15,9 +17,37 @@ def solve(V0: torch.Tensor = EYE, layer: shaped.Layer = LAYER, **changes):
     return shaped.solve(layer, V0, **({"T": 0.1, "steps": 2, "samples": 2, "seed": 0} | changes))
 
 
+def propagate(V0: torch.Tensor = EYE, layer: shaped.Layer = LAYER, **changes):
+    usual: dict[str, Any] = {"n": 8, "d": 2, "samples": 2, "seed": 0}
+    return shaped.propagate(layer, V0, **(usual | changes))
+
+
+NORMALISED = shaped.PreLN(shaped.ShapedAttention(0.5))
+PATHS = propagate(samples=4)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: propagate(n=2), ["n must", "3", "2"]),
+        (lambda: propagate(n=0), ["n must", "0"]),
+        (lambda: propagate(d=0), ["d must", "0"]),
+        (lambda: propagate(n_k=0), ["n_k", "0"]),
+        (lambda: propagate(samples=0), ["samples", "0"]),
+        (lambda: propagate(torch.ones(2, 3)), ["V0", "square", "(2, 3)"]),
+        (lambda: propagate(torch.tensor(1.0)), ["V0", "square", "()"]),
+        (lambda: propagate(layer=shaped.ShapedAttention(0.5, heads=3)), ["heads", "8", "3"]),
+        (lambda: shaped.ShapedAttention(0.5, heads=3).module(8), ["heads", "8", "3"]),
+        (lambda: propagate(path="weights"), ["path", "gram", "weights"]),
+        (lambda: propagate(layer=NORMALISED, path="gram"), ["path", "tokens", "PreLN"]),
+        (lambda: shaped.PreLN(LAYER), ["layer", "ShapedPerceptron"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
+        (lambda: shaped.ShapedAttention(0.5, lam=1.5), ["lam", "1.5"]),
+        (lambda: shaped.ReLUFeedForward(0.5, math.nan), ["negative_slope", "nan"]),
+        (lambda: shaped.compare(PATHS, propagate(torch.eye(2, dtype=torch.float64))), ["other", "3", "2"]),
+        (lambda: shaped.compare(PATHS, PATHS, statistics=["trace"]), ["statistics", "trace"]),
+        (lambda: shaped.compare(PATHS, PATHS, pair=(0, 3)), ["pair", "3"]),
+        (lambda: shaped.compare(PATHS, PATHS, resamples=1), ["resamples", "1"]),
+        (lambda: LocalWorkers(0), ["workers", "0"]),
         (lambda: solve(torch.ones(2, 3)), ["V0", "square", "(2, 3)"]),
         (lambda: solve(torch.ones(2, 2, 3, 3)), ["V0", "(2, 2, 3, 3)"]),
         (lambda: solve(torch.tensor([[1.0, 0.5], [0.1, 1.0]])), ["V0", "symmetric", "0.4"]),

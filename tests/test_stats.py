@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from stats import assert_covariance, assert_distribution, assert_mean, generator
+from stats import assert_covariance, assert_distribution, assert_mean, assert_same_moments, generator
 
 
 def test_mean_accepts_truth_and_rejects_five_percent():
@@ -32,3 +32,13 @@ def test_distribution_accepts_truth_and_rejects_five_percent():
         assert_distribution(x, points, norm.cdf(points, scale=1.05))
     with pytest.raises(AssertionError):
         assert_distribution(x, points, norm.cdf(points, loc=0.05))
+
+
+def test_same_moments_accepts_truth_and_rejects_five_percent():
+    g = generator(4)
+    x, y = (torch.randn(200_000, 2, generator=g, dtype=torch.float64) for _ in range(2))
+    assert_same_moments(x, y)
+    skewed = (x + 0.03 * (x**2 - 1)) / 1.0009
+    for wrong in (x + 0.05, 1.05 * x, skewed):
+        with pytest.raises(AssertionError):
+            assert_same_moments(wrong, y)

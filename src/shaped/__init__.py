@@ -1,5 +1,6 @@
 """The shaped Transformer: its infinite-depth-and-width limit and its finite networks, as one object each."""
 
+from shaped.compare import compare as compare
 from shaped.covariance import correlation as correlation
 from shaped.covariance import equicorrelated as equicorrelated
 from shaped.covariance import gram as gram

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,25 @@ from shaped import __version__
 app = typer.Typer(add_completion=False, invoke_without_command=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 INTERRUPTED = 130  # what typer returns after Ctrl-C, as shells do
+
+Layers = Annotated[str, typer.Option(help="Layers of a block: attention, feedforward, perceptron.")]
+Tokens = Annotated[int, typer.Option(help="Number of tokens m.")]
+Gamma = Annotated[float, typer.Option(help="Weight of the residual branches.")]
+Tau0 = Annotated[float, typer.Option(help="Temperature.")]
+Heads = Annotated[int, typer.Option(help="Attention heads.")]
+Project = Annotated[bool, typer.Option("--project", help="Add an output projection to attention.")]
+Mask = Annotated[str | None, typer.Option(help="'causal', or nothing.")]
+CPlus = Annotated[float, typer.Option(help="Shaped ReLU: positive slope is 1 + c_plus/sqrt(n).")]
+CMinus = Annotated[float, typer.Option(help="Shaped ReLU: negative slope is 1 + c_minus/sqrt(n).")]
+Rho = Annotated[float, typer.Option(help="Correlation of each pair of tokens at the start.")]
+Samples = Annotated[int, typer.Option(help="Number of paths.")]
+Step = Annotated[float, typer.Option(help="Time step of the SDE.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
+Upper = Annotated[float, typer.Option(help="Stop a path whose largest eigenvalue passes this.")]
+Workers = Annotated[int | None, typer.Option(help="Processes on this machine to share the work.")]
+Scheduler = Annotated[str | None, typer.Option(help="Address of a running Dask scheduler to do the work.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the numbers and the picture; 'out' unless --json.")]
 
 
 def main() -> None:
@@ -57,77 +77,122 @@ def shaped(
 
 @app.command()
 def simulate(
-    layers: Annotated[str, typer.Option(help="Layers of a block: attention, feedforward, perceptron.")] = "attention,feedforward",
-    tokens: Annotated[int, typer.Option(help="Number of tokens m.")] = 4,
+    layers: Layers = "attention,feedforward",
+    tokens: Tokens = 4,
     width: Annotated[int, typer.Option(help="Width n.")] = 200,
     depth: Annotated[int, typer.Option(help="Depth d; the horizon is depth/width.")] = 150,
-    gamma: Annotated[float, typer.Option(help="Weight of the residual branches.")] = 8**-0.5,
-    tau0: Annotated[float, typer.Option(help="Temperature.")] = 1.0,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 1,
-    project: Annotated[bool, typer.Option("--project", help="Add an output projection to attention.")] = False,
-    mask: Annotated[str | None, typer.Option(help="'causal', or nothing.")] = None,
-    c_plus: Annotated[float, typer.Option(help="Shaped ReLU: positive slope is 1 + c_plus/sqrt(n).")] = 0.0,
-    c_minus: Annotated[float, typer.Option(help="Shaped ReLU: negative slope is 1 + c_minus/sqrt(n).")] = -1.0,
-    rho: Annotated[float, typer.Option(help="Correlation of each pair of tokens at the start.")] = 0.2,
-    samples: Annotated[int, typer.Option(help="Number of paths.")] = 4096,
-    step: Annotated[float, typer.Option(help="Time step.")] = 0.01,
-    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    gamma: Gamma = 8**-0.5,
+    tau0: Tau0 = 1.0,
+    heads: Heads = 1,
+    project: Project = False,
+    mask: Mask = None,
+    c_plus: CPlus = 0.0,
+    c_minus: CMinus = -1.0,
+    rho: Rho = 0.2,
+    samples: Samples = 4096,
+    step: Step = 0.01,
+    seed: Seed = 0,
     method: Annotated[str, typer.Option(help="cone or euler.")] = "cone",
-    upper: Annotated[float, typer.Option(help="Stop a path whose largest eigenvalue passes this.")] = 1e4,
+    upper: Upper = 1e4,
     lower: Annotated[float | None, typer.Option(help="Stop a path whose smallest eigenvalue falls below this.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Folder for simulate.json and simulate.png; 'out' unless --json.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
+    out: Out = None,
+    as_json: Json = False,
 ) -> None:
     """Sample the covariance SDE; by default at the setting of the paper's Figure 1."""
     from shaped.figures import simulate as figure
+    from shaped.workers import working_on
 
+    settings = figure.Settings(**chosen(figure.Settings, locals()))
+    out = folder(out, as_json)
+    with working_on(workers, scheduler) as executor:
+        summary, arrays = figure.compute(settings, executor, progress=False if as_json else None)
+    picture = (lambda: figure.draw(summary, arrays)) if "rho_density" in arrays else None
+    show(summary, figure.table(summary), figure.remark(summary), as_json)
+    write_results(out, "simulate", summary, picture, say=not as_json)
+
+
+@app.command()
+def converge(
+    widths: Annotated[str, typer.Option(help="Widths n, separated by commas.")] = "25,50,100,200,400,800,1600,3200",
+    horizon: Annotated[float, typer.Option(help="Depth/width: depth is horizon times width.")] = 0.75,
+    layers: Layers = "attention,feedforward",
+    tokens: Tokens = 4,
+    gamma: Gamma = 8**-0.5,
+    tau0: Tau0 = 1.0,
+    heads: Heads = 1,
+    project: Project = False,
+    mask: Mask = None,
+    c_plus: CPlus = 0.0,
+    c_minus: CMinus = -1.0,
+    rho: Rho = 0.2,
+    samples: Annotated[int, typer.Option(help="Networks at small widths; twice as many paths of the SDE.")] = 65536,
+    step: Step = 0.0025,
+    seed: Seed = 0,
+    upper: Upper = 1e4,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how fast finite networks approach the SDE as the width grows."""
+    from shaped.figures import converge as figure
+    from shaped.workers import working_on
+
+    given = chosen(figure.Settings, locals())
+    given["widths"] = whole_numbers("widths", widths)
+    settings = figure.Settings(**given)
+    out = folder(out, as_json)
+    with working_on(workers, scheduler) as executor:
+        summary = figure.compute(settings, executor, progress=False if as_json else None)
+    show(summary, figure.table(summary), figure.remark(summary), as_json)
+    write_results(out, "converge", summary, lambda: figure.draw(summary), say=not as_json)
+
+
+def chosen(settings: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if key in settings.__dataclass_fields__}
+
+
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} must be whole numbers separated by commas, got {text!r}") from None
+
+
+def folder(out: Path | None, as_json: bool) -> Path | None:
+    """Where to write; made before the work, not after it."""
     if out is None and not as_json:
         out = Path("out")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
-    given = {key: value for key, value in locals().items() if key in figure.Settings.__dataclass_fields__}
-    summary, arrays = figure.compute(figure.Settings(**given), progress=False if as_json else None)
+        out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def show(summary: dict[str, Any], table: Any, remark: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary, allow_nan=False))
-    else:
-        print_table(summary)
-    if out is not None:
-        write_results(out, "simulate", summary, arrays, say=not as_json)
+        return
+    from rich.console import Console
+
+    Console().print(table)
+    print(remark)
 
 
-def write_results(out: Path, name: str, summary: dict[str, Any], arrays: dict[str, Any], *, say: bool) -> None:
-    from shaped.figures import simulate as figure
+def write_results(out: Path | None, name: str, summary: dict[str, Any], picture: Callable[[], bytes] | None, *, say: bool) -> None:
     from shaped.files import write_atomically, write_json
 
+    if out is None:
+        return
     write_json(out / f"{name}.json", summary)
     written = [out / f"{name}.json"]
-    if "rho_density" in arrays and find_spec("matplotlib"):
-        picture = figure.draw(summary, arrays)
-        write_atomically(out / f"{name}.png", lambda file: file.write(picture))
+    if picture is not None and find_spec("matplotlib"):
+        drawn = picture()
+        write_atomically(out / f"{name}.png", lambda file: file.write(drawn))
         written.append(out / f"{name}.png")
     if say:
         print("written:", *written)
         if not find_spec("matplotlib"):
             print("no picture: matplotlib is not installed (pip install 'shaped-transformer[plot]')")
-
-
-def print_table(summary: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    settings = summary["settings"]
-    table = Table(title=f"{settings['layers']} at t = {settings['horizon']:g}", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("", "mean", "std", "5 %", "25 %", "50 %", "75 %", "95 %"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for key, label in (("rho", "rho (pairs)"), ("V", "V (pairs)"), ("variance", "V (diagonal)")):
-        row = summary[key]
-        if row is not None:
-            error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.3f}"
-            table.add_row(
-                label, f"{row['mean']:.3f}{error}", f"{row['standard_deviation']:.3f}", *(f"{x:.3f}" for x in row["percentiles"].values())
-            )
-    Console().print(table)
-    stopped = f"{summary['stopped_share']:.4%} of {settings['samples']} paths stopped"
-    print(f"{stopped}; {settings['steps']} steps in {summary['seconds']:.2f} s; seed {settings['seed']}")

@@ -73,8 +73,13 @@ class Stream(Normals):
         T = like.new_zeros(size, size, len(like))
         below = torch.tril_indices(size, size, -1, device=like.device)
         T[below[0], below[1]] = self.normal(below.shape[1], len(like))
-        halves = (degrees - np.arange(size, dtype=np.float64)) / 2.0
-        chi = np.sqrt(2.0 * self._numpy.standard_gamma(halves[:, None], (size, len(like))))
-        T.diagonal(dim1=0, dim2=1).copy_(torch.from_numpy(chi).T)
+        T.diagonal(dim1=0, dim2=1).copy_((2.0 * self._gamma((degrees - np.arange(size)) / 2.0, len(like))).sqrt_().T)
         T = T.permute(2, 0, 1)
         return T if like.stride(0) == 1 else T.contiguous()
+
+    def _gamma(self, shapes: Float[np.ndarray, " row"], count: int) -> Float[Tensor, "row {count}"]:
+        """Gamma numbers with these shape parameters, `count` of each, in double precision."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(self._numpy.standard_gamma(shapes[:, None], (len(shapes), count)))
+        wanted = torch.as_tensor(shapes, dtype=torch.float64, device=self._device)[:, None].expand(-1, count)
+        return torch.ops.aten._standard_gamma(wanted, self._torch)  # torch.distributions takes no generator

@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
 
 import shaped
 from shaped.covariance import equicorrelated
+from shaped.figures.blocks import BlockSettings
 from shaped.figures.density import correlation_density, kernel_density, pairs
-from shaped.layers import Chain, Layer, ShapedAttention, ShapedFeedForward, ShapedPerceptron
 from shaped.limit import solve
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PERCENTILES = (5, 25, 50, 75, 95)
 SERIES_MEMORY = 2**28  # bytes that the recorded paths may take
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(BlockSettings):
     """The paper's Figure 1 by default."""
 
-    layers: str = "attention,feedforward"
-    tokens: int = 4
     width: int = 200
     depth: int = 150
-    gamma: float = 8**-0.5
-    tau0: float = 1.0
-    heads: int = 1
-    project: bool = False
-    mask: str | None = None
-    c_plus: float = 0.0
-    c_minus: float = -1.0
-    rho: float = 0.2
     samples: int = 4096
     step: float = 0.01
     seed: int = 0
@@ -45,20 +39,10 @@ class Settings:
     lower: float | None = None
     device: str = "cpu"
 
-    def layer(self) -> Layer:
-        made = {
-            "attention": lambda: ShapedAttention(self.gamma, self.tau0, self.heads, self.project, self.mask),
-            "feedforward": lambda: ShapedFeedForward(self.gamma, self.c_plus, self.c_minus),
-            "perceptron": lambda: ShapedPerceptron(self.c_plus, self.c_minus),
-        }
-        names = [name.strip() for name in self.layers.split(",")]
-        for name in names:
-            if name not in made:
-                raise ValueError(f"layers must be a list of {', '.join(made)}, got {name!r}")
-        return Chain(*(made[name]() for name in names))
 
-
-def compute(settings: Settings, progress: bool | None = None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def compute(
+    settings: Settings, executor: Executor | None = None, progress: bool | None = None
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The summary, which is JSON, and the arrays that `draw` reads."""
     for name in ("width", "depth"):
         if getattr(settings, name) < 1:
@@ -82,6 +66,7 @@ def compute(settings: Settings, progress: bool | None = None) -> tuple[dict[str,
         upper=settings.upper,
         lower=settings.lower,
         device=settings.device,
+        executor=executor,
         progress=progress,
     )
     seconds = time.perf_counter() - began
@@ -131,6 +116,29 @@ def densities(name: str, x: Float[np.ndarray, " sample"]) -> dict[str, np.ndarra
         f"{name}_edges": edges,
         f"{name}_heights": counts / (len(x) * np.diff(edges)),
     }
+
+
+def table(summary: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    settings = summary["settings"]
+    made = Table(title=f"{settings['layers']} at t = {settings['horizon']:g}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("", "mean", "std", *(f"{p} %" for p in PERCENTILES)):
+        made.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for key, label in (("rho", "rho (pairs)"), ("V", "V (pairs)"), ("variance", "V (diagonal)")):
+        row = summary[key]
+        if row is not None:
+            error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.3f}"
+            percentiles = (f"{x:.3f}" for x in row["percentiles"].values())
+            made.add_row(label, f"{row['mean']:.3f}{error}", f"{row['standard_deviation']:.3f}", *percentiles)
+    return made
+
+
+def remark(summary: dict[str, Any]) -> str:
+    settings = summary["settings"]
+    stopped = f"{summary['stopped_share']:.4%} of {settings['samples']} paths stopped"
+    return f"{stopped}; {settings['steps']} steps in {summary['seconds']:.2f} s; seed {settings['seed']}"
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:

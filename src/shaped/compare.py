@@ -1,0 +1,152 @@
+"""compare: how far apart two laws are, with error bars and what two samples of one law would show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shaped.covariance import correlation
+from shaped.trajectory import Trajectory
+
+Statistic = Callable[[Float[Tensor, "sample m m"]], Float[Tensor, "sample *number"]]
+Sample = Float[np.ndarray, "sample number"]
+
+
+def named_statistic(name: str, pair: tuple[int, int] | None, m: int) -> Statistic:
+    """A statistic of the covariance by its name, for one pair of tokens, or for all of them, where it is about a pair."""
+    rows, columns = torch.triu_indices(m, m, 1) if pair is None else ([pair[0]], [pair[1]])
+    first = range(m) if pair is None else [pair[0]]
+    known: dict[str, Statistic] = {
+        "rho": lambda V: correlation(V)[:, rows, columns],
+        "V": lambda V: V[:, rows, columns],
+        "variance": lambda V: V.diagonal(dim1=-2, dim2=-1)[:, list(first)],
+        "logdet": lambda V: torch.linalg.eigvalsh(V).clamp(min=torch.finfo(V.dtype).tiny).log().sum(-1),
+        "eigmax": lambda V: torch.linalg.eigvalsh(V)[:, -1],
+    }
+    if name not in known:
+        raise ValueError(f"statistics must be functions of V or among {', '.join(known)}, got {name!r}")
+    return known[name]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """A distance between two samples."""
+
+    value: float
+    error: float
+    """Its standard error, by the bootstrap."""
+    band: float
+    """What two samples of one law, of these sizes, stay below in 95 % of cases (by permutation)."""
+    floor: float
+    """The root mean square of what two samples of one law show."""
+    p: float
+    """How often two samples of one law are at least this far apart."""
+
+    @property
+    def within_band(self) -> bool:
+        return self.value <= self.band
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} ± {self.error:.2g} (one law: below {self.band:.4g}; p = {self.p:.2g})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Distances between two trajectories, by statistic; over the paths that did not stop."""
+
+    ks: dict[str, Distance]
+    wasserstein: dict[str, Distance]
+    stopped: tuple[float, float]
+    samples: tuple[int, int]
+
+    def __str__(self) -> str:
+        lines = [f"{self.samples[0]} and {self.samples[1]} paths; stopped: {self.stopped[0]:.3%} and {self.stopped[1]:.3%}"]
+        for name in self.ks:
+            lines += [f"{name:>10}  Kolmogorov-Smirnov  {self.ks[name]}", f"{'':>10}  Wasserstein         {self.wasserstein[name]}"]
+        return "\n".join(lines)
+
+
+def compare(
+    one: Trajectory,
+    other: Trajectory,
+    *,
+    statistics: Sequence[str] | dict[str, Statistic] = ("rho", "V", "logdet", "eigmax"),
+    pair: tuple[int, int] | None = (0, 1),
+    at: int = -1,
+    resamples: int = 400,
+    seed: int = 0,
+) -> Comparison:
+    """Kolmogorov-Smirnov and Wasserstein distances between two trajectories at one of their recorded times.
+
+    Args:
+        statistics: names ("rho", "V", "variance", "logdet", "eigmax"), or functions by name, from V, [sample, m, m], to one number or
+            [sample, number].
+        pair: the pair of tokens that "rho" and "V" are about; "variance" is about the first of them. None: all pairs together, which says
+            more where the tokens are exchangeable. Numbers of one path depend on each other; errors and bands resample whole paths.
+        at: which of the recorded times; the last by default.
+        resamples: how many permutations and bootstrap samples stand behind bands and errors.
+        seed: of the resampling.
+    """
+    m = one.V.shape[-1]
+    if other.V.shape[-1] != m:
+        raise ValueError(f"other must have {m} tokens as the first trajectory has, got {other.V.shape[-1]}")
+    if pair is not None and m > 1 and not all(-m <= token < m for token in pair):
+        raise ValueError(f"pair must name two of the {m} tokens, got {pair}")
+    if resamples < 20:
+        raise ValueError(f"resamples must be at least 20, got {resamples}")
+    if m == 1 and not isinstance(statistics, dict):
+        statistics = [name for name in statistics if name not in ("rho", "V")]
+    if not isinstance(statistics, dict):
+        statistics = {name: named_statistic(name, pair if m > 1 else None, m) for name in statistics}
+    running = [path.V[at][path.stopped.isinf().to(path.V.device)] for path in (one, other)]
+    if min(map(len, running)) < 2:
+        raise ValueError(f"each trajectory must have at least 2 paths that did not stop, got {len(running[0])} and {len(running[1])}")
+    rng = np.random.default_rng(seed)
+    ks, wasserstein = {}, {}
+    for name, statistic in statistics.items():
+        x, y = (statistic(V).double().reshape(len(V), -1).cpu().numpy() for V in running)
+        ks[name], wasserstein[name] = distances(x, y, resamples, rng)
+    return Comparison(ks, wasserstein, (one.stopped_share, other.stopped_share), (one.V.shape[1], other.V.shape[1]))
+
+
+def distances(x: Sample, y: Sample, resamples: int, rng: np.random.Generator) -> tuple[Distance, Distance]:
+    """Kolmogorov-Smirnov and Wasserstein-1 distances of two samples, whose rows are independent."""
+    pooled = np.concatenate([x, y])
+    order = np.argsort(pooled, axis=None, kind="stable")
+    gaps = np.diff(pooled.ravel()[order])
+    ends = np.append(gaps > 0, True)  # distribution functions are compared where equal values end
+    row = order // pooled.shape[1]
+    sizes = len(x), len(y)
+
+    def measure(in_x: np.ndarray, in_y: np.ndarray) -> tuple[float, float]:
+        """Distances for multiplicities of the pooled rows in the two samples."""
+        weight = (in_x / sizes[0] - in_y / sizes[1]) / pooled.shape[1]
+        gap = np.cumsum(weight[row])
+        largest = round(float(np.abs(gap[ends]).max()), 12)  # a multiple of 1/samples, less the rounding of its sum
+        return largest, float(np.abs(gap[:-1]) @ gaps)
+
+    from_x = np.arange(sum(sizes)) < sizes[0]
+    measured = measure(from_x, ~from_x)
+    bootstrap, permuted = np.empty((resamples, 2)), np.empty((resamples, 2))
+    for i in range(resamples):
+        shuffled = rng.permutation(from_x)
+        permuted[i] = measure(shuffled, ~shuffled)
+        in_x, in_y = (np.bincount(rng.integers(size, size=size), minlength=size) for size in sizes)
+        bootstrap[i] = measure(np.concatenate([in_x, 0 * in_y]), np.concatenate([0 * in_x, in_y]))
+    ks, wasserstein = (
+        Distance(
+            value=measured[k],
+            error=float(bootstrap[:, k].std(ddof=1)),
+            band=float(np.quantile(permuted[:, k], 0.95)),
+            floor=math.sqrt(float(np.mean(permuted[:, k] ** 2))),
+            p=float((1 + np.sum(permuted[:, k] >= measured[k])) / (1 + resamples)),
+        )
+        for k in (0, 1)
+    )
+    return ks, wasserstein

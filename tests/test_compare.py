@@ -1,0 +1,79 @@
+"""Distances between laws, their bands and errors."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import ks_2samp, wasserstein_distance
+
+import shaped
+from shaped.compare import distances
+from stats import seed
+
+
+def trajectory(V: torch.Tensor, stopped: int = 0) -> shaped.Trajectory:
+    times = torch.full((len(V),), math.inf, dtype=torch.float64)
+    times[:stopped] = 0.0
+    return shaped.Trajectory(torch.tensor([1.0], dtype=torch.float64), V[None], times)
+
+
+def test_distances_are_scipys():
+    rng = np.random.default_rng(seed(80))
+    x, y = rng.standard_normal((300, 1)), np.round(1.1 * rng.standard_normal((200, 1)), 1)  # rounded: with ties
+    ks, wasserstein = distances(x, y, 20, rng)
+    assert ks.value == pytest.approx(ks_2samp(x[:, 0], y[:, 0])[0])
+    assert wasserstein.value == pytest.approx(wasserstein_distance(x[:, 0], y[:, 0]))
+
+
+def test_the_band_holds_95_percent_of_samples_of_one_law():
+    rng = np.random.default_rng(seed(81))
+    inside = []
+    for _ in range(400):
+        x, y = rng.standard_normal((100, 2)), rng.standard_normal((150, 2))
+        inside.append([distance.within_band for distance in distances(x, y, 100, rng)])
+    share, error = np.mean(inside, 0), math.sqrt(0.95 * 0.05 / 400)
+    assert (np.abs(share - 0.95) < 5 * error + 0.01).all()  # 0.01: the quantile of 100 permutations
+
+
+def test_five_percent_are_noticed():
+    rng = np.random.default_rng(seed(82))
+    x, y = rng.standard_normal((40_000, 1)), 1.05 * rng.standard_normal((40_000, 1))
+    for distance in distances(x, y, 50, rng):
+        assert not distance.within_band
+        assert distance.p < 0.05
+    exact = 0.05 * math.sqrt(2 / math.pi)  # Wasserstein distance of N(0, 1) and N(0, 1.05²)
+    _, wasserstein = distances(x, y, 100, rng)
+    assert abs(wasserstein.value - exact) < 5 * wasserstein.error
+
+
+def test_rows_that_repeat_themselves_count_once():
+    """Numbers of one path depend on each other; the band must not shrink because there are more of them."""
+    rng = np.random.default_rng(seed(83))
+    x, y = rng.standard_normal((500, 1)), rng.standard_normal((500, 1))
+    single = distances(x, y, 200, np.random.default_rng(0))
+    double = distances(np.repeat(x, 2, 1), np.repeat(y, 2, 1), 200, np.random.default_rng(0))
+    for one, two in zip(single, double, strict=True):
+        assert one.value == pytest.approx(two.value)
+        assert one.band == pytest.approx(two.band)
+
+
+def test_compare_reads_statistics_by_name_and_by_function():
+    V = torch.stack([torch.diag(torch.tensor([1.0, s], dtype=torch.float64)) for s in np.linspace(0.5, 1.5, 50)])
+    found = shaped.compare(trajectory(V), trajectory(2 * V, stopped=10), statistics=("rho", "V", "variance", "logdet", "eigmax"))
+    assert found.ks["rho"].value == found.ks["V"].value == 0.0
+    assert found.ks["variance"].value == 1.0
+    assert found.wasserstein["variance"].value == pytest.approx(1.0)
+    assert found.stopped == (0.0, 0.2)
+    assert "Kolmogorov" in str(found)
+    own = shaped.compare(trajectory(V), trajectory(2 * V), statistics={"trace": lambda V: V.diagonal(dim1=-2, dim2=-1).sum(-1)})
+    assert own.wasserstein["trace"].value == pytest.approx(2.0)
+    pooled = shaped.compare(trajectory(V), trajectory(2 * V), statistics=("variance",), pair=None)
+    assert pooled.wasserstein["variance"].value == pytest.approx(1.0)
+
+
+def test_one_token_and_too_few_paths():
+    V = torch.rand(30, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert "rho" not in shaped.compare(trajectory(V), trajectory(V)).ks
+    with pytest.raises(ValueError, match="at least 2 paths"):
+        shaped.compare(trajectory(V), trajectory(V, stopped=30))

@@ -1,0 +1,112 @@
+"""Where and in how many pieces the work runs changes no bit of the result, also when a worker is killed."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import shaped
+from shaped.workers import LocalWorkers, dask_executor, working_on
+
+BLOCK = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5)
+V0 = shaped.equicorrelated(7, 0.2)
+
+
+def long_work(executor=None):
+    """Eight blocks, each long enough to be interrupted."""
+    return shaped.propagate(BLOCK, V0, n=80, d=40, samples=8000, seed=3, record="last", executor=executor, chunk=1000)
+
+
+def assert_same(one, other):
+    assert torch.equal(one.V, other.V)
+    assert torch.equal(one.stopped, other.stopped)
+    assert one.info == other.info
+
+
+def test_processes_change_nothing():
+    bias = torch.zeros(7, 7).masked_fill(torch.ones(7, 7).triu(2).bool(), float("-inf"))
+    layers = BLOCK >> shaped.ShapedAttention(0.5, mask=bias)
+    with LocalWorkers(2) as workers:
+        for chunk in (None, 5000):
+            here, there = (
+                shaped.solve(layers, V0, T=0.1, steps=5, samples=5000, seed=1, chunk=chunk, executor=executor, upper=3.0)
+                for executor in (None, workers)
+            )
+            assert 0 < here.stopped.isfinite().sum() < 5000
+            assert_same(here, there)
+        euler = [shaped.solve(BLOCK, V0, T=1.0, steps=4, samples=3000, seed=1, method="euler", executor=e) for e in (None, workers)]
+        assert_same(*euler)
+        assert int(euler[0].info["projections"]) > 0
+
+
+def short_work(executor=None):
+    return shaped.solve(BLOCK, V0, T=0.1, steps=2, samples=10, seed=0, executor=executor)
+
+
+def test_a_killed_process_is_replaced():
+    with LocalWorkers(2) as workers:
+        assert_same(short_work(workers), short_work())  # the processes are up
+        pool = workers._pool
+        assert pool is not None
+        threading.Timer(0.3, lambda: os.kill(next(iter(pool._processes)), signal.SIGKILL)).start()
+        there = long_work(workers)
+        assert workers._pool is not pool, "the process was killed too late to matter"
+    assert_same(there, long_work())
+
+
+def test_a_killed_dask_worker_changes_nothing():
+    distributed = pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        dask_executor(cluster.scheduler_address) as executor,
+    ):
+        victim = next(iter(cluster.workers.values())).pid
+        killed = []
+
+        def kill():
+            killed.append(time.monotonic())
+            os.kill(victim, signal.SIGKILL)
+
+        timer = threading.Timer(1.5, kill)
+        timer.start()
+        there = long_work(executor)
+        ended = time.monotonic()
+        timer.cancel()
+    assert killed, "the work ended before the worker could be killed"
+    assert killed[0] < ended
+    assert_same(there, long_work())
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense://here"])
+def test_no_scheduler_at_that_address(address):
+    with pytest.raises(ValueError, match="address of a running Dask scheduler") as caught, dask_executor(address, 0.5):
+        pass
+    assert address in str(caught.value)
+
+
+def test_workers_or_scheduler():
+    with pytest.raises(ValueError, match="exclude each other"), working_on(2, "tcp://127.0.0.1:1"):
+        pass
+    with working_on(None, None) as executor:
+        assert executor is None
+
+
+class GoneExecutor(LocalWorkers):
+    """Accepts work once, never does it, then accepts none."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        from concurrent.futures import BrokenExecutor, Future
+
+        if getattr(self, "used", False):
+            raise BrokenExecutor("gone")
+        self.used = True
+        future = Future()
+        future.set_exception(BrokenExecutor("gone"))
+        return future
+
+
+def test_work_of_an_executor_that_is_gone_is_done_here():
+    assert_same(short_work(GoneExecutor(1)), short_work())
