@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from shaped.nn.attention import shaped_attention as shaped_attention
+
 
 def attention_matrix(
     logits: Float[Tensor, "*batch m k"],

@@ -1,0 +1,170 @@
+"""Shaped attention on top of PyTorch's fused kernels: no m x m matrix of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+Gain = float | Tensor
+
+
+def shaped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gamma1: Gain = 1.0,
+    gamma2: Gain = 1.0,
+    scale: float | None = None,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    r"""$\gamma_1 v + \text{softmax}(q k^\top \text{scale} + B)\,v - \gamma_2\,\text{softmax}(B)\,v$ (Eq. shaped-attention-train).
+
+    The softmax goes through `scaled_dot_product_attention`. The centring, the attention at zero logits, is a mean of the values
+    without a mask, a running mean for the causal mask, a masked mean for key padding, and a second call of the fused kernel, with zero
+    queries, for a mask of any other form. With gamma1 = gamma2 = 0 this is `scaled_dot_product_attention`.
+
+    Args:
+        q: queries, [..., heads, Q, E].
+        k, v: keys and values, [..., key heads, K, E]; the number of key heads must divide that of heads (grouped queries), and K may be
+            larger than Q (a cache): the queries then are the last Q of the K tokens, unless `positions` says otherwise.
+        gamma1, gamma2: weights of identity and centring: numbers, or tensors that broadcast with [heads, Q, E] and may require gradients.
+        scale: factor of the logits; 1/sqrt(E) by default. The paper's further 1/sqrt(n) is in the initial weights (`shaped.nn`).
+        is_causal: a query sees the keys up to its own place.
+        attn_mask: booleans (True: attend) or a bias on the logits, to broadcast with [..., heads, Q, K]. Key padding is [batch, 1, 1, K]. A
+            query that may attend to nothing gets 0, not even its own value.
+        positions: each query's place among the keys, [Q] or [batch, Q], where the queries are not the last tokens (a static cache).
+        dropout_p: dropout of the softmax alone; identity and centring are not dropped.
+    """
+    _check(q, k, v, attn_mask, positions, gamma1, gamma2)
+    Q, K, heads = q.shape[-2], k.shape[-2], q.shape[-3]
+    aligned = positions is None and Q == K
+    if is_causal and (attn_mask is not None or not aligned) and not (attn_mask is None and positions is None and Q == 1):
+        # The fused kernels' own causal mask starts at the first key, whatever the queries' places, and takes no other mask beside it.
+        attn_mask = _with_causal(attn_mask, _places(q, K, positions), K)
+    causal = is_causal and aligned and attn_mask is None
+    some = None
+    if attn_mask is not None:
+        attn_mask, some = _attending(attn_mask)
+    attended = scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=heads > k.shape[-3]
+    )
+    if not (_is_zero(gamma1) and _is_zero(gamma2)):
+        own, resting = own_values(v, Q, positions), resting_values(q, v, attn_mask, causal)
+        attended = _plus(_plus(attended, gamma1, _for_each(heads, own)), gamma2, _for_each(heads, resting), sign=-1)
+    return attended if some is None else torch.where(some, attended, 0.0)
+
+
+def own_values(v: Tensor, Q: int, positions: Tensor | None) -> Tensor:
+    """Each query's own value, [..., key heads, Q, E]."""
+    if positions is None:
+        return v[..., v.shape[-2] - Q :, :]
+    if positions.ndim == 1:
+        return v.index_select(-2, positions)
+    return v.gather(-2, positions[:, None, :, None].expand(-1, v.shape[-3], -1, v.shape[-1]))
+
+
+def resting_values(q: Tensor, v: Tensor, attn_mask: Tensor | None, causal: bool) -> Tensor:
+    """softmax(B) v: the values under attention at zero logits, for each key head, or for each head where the mask differs between heads."""
+    sums = torch.float32 if v.dtype in (torch.float16, torch.bfloat16) else v.dtype
+    if attn_mask is None:
+        return running_mean(v, sums) if causal else v.mean(-2, keepdim=True, dtype=sums).to(v.dtype)
+    by_head = attn_mask.ndim >= 3 and attn_mask.shape[-3] > 1
+    if attn_mask.dtype == torch.bool and not by_head and attn_mask.shape[-2] == 1:
+        weights = attn_mask.to(v.dtype)
+        return ((weights @ v).to(sums) / attn_mask.sum(-1, keepdim=True)).to(v.dtype)
+    heads = q.shape[-3] if by_head else v.shape[-3]
+    no_query = v.new_zeros(*v.shape[:-3], heads, q.shape[-2], q.shape[-1])
+    no_key = v.new_zeros(*v.shape[:-1], q.shape[-1])
+    return scaled_dot_product_attention(no_query, no_key, v, attn_mask=attn_mask, enable_gqa=heads > v.shape[-3])
+
+
+def running_mean(v: Tensor, sums: torch.dtype, block: int = 64) -> Tensor:
+    """The mean of each token's value and all before it.
+
+    Sums within blocks are products with a triangle of ones, for which there are fast kernels (a cumulative sum along this dimension is
+    several times slower on a GPU); sums of whole blocks are few.
+    """
+    m = v.shape[-2]
+    blocks = torch.nn.functional.pad(v, (0, 0, 0, -m % block)).unflatten(-2, (-1, block))
+    within = v.new_ones(block, block).tril() @ blocks
+    whole = blocks.sum(-2, keepdim=True, dtype=sums)
+    before = whole.cumsum(-3) - whole
+    counts = torch.arange(1, blocks.shape[-3] * block + 1, device=v.device, dtype=sums).view(-1, block, 1)
+    return ((within + before) / counts).to(v.dtype).flatten(-3, -2)[..., :m, :]
+
+
+def _plus(x: Tensor, gamma: Gain, values: Tensor, sign: int = 1) -> Tensor:
+    """x ± gamma · values, without a tensor for the product where gamma is a number."""
+    if isinstance(gamma, Tensor):
+        return torch.addcmul(x, gamma.to(x.dtype), values, value=sign)
+    return torch.add(x, values, alpha=sign * gamma)
+
+
+def _for_each(heads: int, values: Tensor) -> Tensor:
+    """Values of key heads, for each of the heads that share them."""
+    return values if values.shape[-3] == heads else values.repeat_interleave(heads // values.shape[-3], -3)
+
+
+def _places(q: Tensor, K: int, positions: Tensor | None) -> Tensor:
+    """Each query's place among the keys, to compare with the keys' places: [Q, 1] or [batch, 1, Q, 1]."""
+    if positions is None:
+        return torch.arange(K - q.shape[-2], K, device=q.device)[:, None]
+    return positions[:, None] if positions.ndim == 1 else positions[:, None, :, None]
+
+
+def _with_causal(mask: Tensor | None, places: Tensor, K: int) -> Tensor:
+    past = torch.arange(K, device=places.device) <= places
+    if mask is None:
+        return past
+    return mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -torch.inf)
+
+
+def _attending(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask, opened where a query may attend to nothing (a softmax over nothing is not a number), and which queries may attend."""
+    some = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1, keepdim=True)
+    return (mask | ~some if mask.dtype == torch.bool else mask.masked_fill(~some, 0.0)), some
+
+
+def _is_zero(gamma: Gain) -> bool:
+    return not isinstance(gamma, Tensor) and gamma == 0.0
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None, gamma1: Gain, gamma2: Gain) -> None:
+    """Raises a ValueError that names the argument."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 3:
+            raise ValueError(f"{name} must be [..., heads, tokens, features], got shape {tuple(x.shape)}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"v must have the batch, heads and tokens of k, {tuple(k.shape[:-1])}, got {tuple(v.shape[:-1])}")
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"k must have the batch of q, {tuple(q.shape[:-3])}, got {tuple(k.shape[:-3])}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k must have the features of q, {q.shape[-1]}, got {k.shape[-1]}")
+    if q.shape[-3] % k.shape[-3]:
+        raise ValueError(f"k must have a number of heads that divides that of q, {q.shape[-3]}, got {k.shape[-3]}")
+    Q, K = q.shape[-2], k.shape[-2]
+    if positions is None and Q > K:
+        raise ValueError(f"q must have no more tokens than k, {K}, unless positions are given, got {Q}")
+    if positions is not None and (positions.ndim not in (1, 2) or positions.shape[-1] != Q or positions.dtype.is_floating_point):
+        raise ValueError(f"positions must be whole numbers, [{Q}] or [batch, {Q}], got {positions.dtype} of shape {tuple(positions.shape)}")
+    if mask is not None:
+        wanted = (*q.shape[:-1], K)
+        fits = 2 <= mask.ndim <= len(wanted) and all(m in (1, w) for m, w in zip(mask.shape[::-1], wanted[::-1], strict=False))
+        if not fits or mask.shape[-1] != K:
+            raise ValueError(f"attn_mask must broadcast with [..., heads, Q, K] = {list(wanted)}, got shape {tuple(mask.shape)}")
+        if mask.device != q.device:
+            raise ValueError(f"attn_mask must be on the device of q, {q.device}, got {mask.device}")
+        if mask.dtype not in (torch.bool, q.dtype):
+            raise ValueError(f"attn_mask must be boolean or of the dtype of q, {q.dtype}, got {mask.dtype}")
+    for name, gamma in (("gamma1", gamma1), ("gamma2", gamma2)):
+        if isinstance(gamma, Tensor) and gamma.device != q.device and gamma.ndim:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {gamma.device}")
