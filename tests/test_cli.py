@@ -58,6 +58,12 @@ def test_one_token_has_no_pairs(monkeypatch, capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["simulate.json"]
 
 
+def test_nothing_moves_without_a_branch(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, *SMALL, "--gamma", "0", "--json", "--out", str(tmp_path)) == 0
+    assert json.loads(capsys.readouterr().out)["rho"]["mean"] == pytest.approx(0.2)
+    assert (tmp_path / "simulate.png").exists()
+
+
 def test_all_paths_may_stop(monkeypatch, capsys):
     assert run(monkeypatch, *SMALL, "--upper", "0.5", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
@@ -111,7 +117,19 @@ def test_the_rate_of_a_known_decay_is_found():
         (["converge", "--widths", "25,wide"], "wide"),
         (["converge", "--widths", "3"], "widths"),
         (["converge", "--heads", "7", "--widths", "25", "--samples", "10"], "heads"),
-        (["converge", "--horizon", "-1", "--samples", "10"], "-1"),
+        (["converge", "--horizon", "-1", "--samples", "10"], "horizon"),
+        (["converge", "--horizon", "nan", "--samples", "10"], "horizon"),
+        (["converge", "--tokens", "1"], "tokens"),
+        (["converge", "--heads", "4", "--widths", "24,26"], "26"),
+        (["simulate", "--tokens", "0"], "tokens"),
+        (["simulate", "--tokens", "3000000"], "3000000"),
+        (["simulate", "--tau0", "1e200"], "tau0"),
+        (["simulate", "--c-plus", "1e200"], "c_plus"),
+        (["simulate", "--step", "1e-320"], "step"),
+        (["simulate", "--step", "1e-12"], "steps"),
+        (["simulate", "--device", "meta"], "meta"),
+        (["simulate", "--scheduler", "here"], "scheduler"),
+        (["simulate", "--out", "/sys"], "/sys"),
         (["stimulate"], "stimulate"),
     ],
 )

@@ -74,6 +74,32 @@ def test_compare_reads_statistics_by_name_and_by_function():
 
 def test_one_token_and_too_few_paths():
     V = torch.rand(30, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert "rho" not in shaped.compare(trajectory(V), trajectory(V)).ks
+    assert list(shaped.compare(trajectory(V), trajectory(V)).ks) == ["variance"]
     with pytest.raises(ValueError, match="at least 2 paths"):
         shaped.compare(trajectory(V), trajectory(V, stopped=30))
+
+
+def test_paths_count_until_they_stop():
+    """At a time before a path stops it is a path like the others: leaving it out would be to look into the future."""
+    layer, V0 = shaped.ShapedAttention(0.8), shaped.equicorrelated(3, 0.2)
+    long = shaped.solve(layer, V0, T=0.5, steps=50, samples=4000, seed=seed(84), upper=5.0)
+    short = shaped.solve(layer, V0, T=0.05, steps=5, samples=4000, seed=seed(85), upper=5.0)
+    assert long.stopped_share > 0.2
+    cut = shaped.Trajectory(long.t[:6], long.V[:6], long.stopped)
+    assert shaped.compare(cut, short, statistics=("eigmax",)).ks["eigmax"].value < 2.74 * math.sqrt(2 / 4000)
+
+
+def test_what_cannot_be_compared_is_named():
+    V = torch.eye(2, dtype=torch.float64).expand(30, 2, 2)
+    one = trajectory(V)
+    late = shaped.Trajectory(torch.tensor([2.0], dtype=torch.float64), one.V, one.stopped)
+    for call, words in (
+        (lambda: shaped.compare(one, late), ["at must", "t = 1 and 2"]),
+        (lambda: shaped.compare(one, one, at=3), ["at must", "3"]),
+        (lambda: shaped.compare(one, one, statistics={"odd": lambda V: V[:, 0, 0] * math.nan}), ["statistics", "odd"]),
+        (lambda: shaped.compare(trajectory(V[:, :1, :1]), trajectory(V[:, :1, :1]), statistics="rho"), ["statistics", "rho"]),
+        (lambda: shaped.compare(one, one, pair=(0, 1, 1)), ["pair"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words are checked below)
+            call()
+        assert all(word in str(caught.value) for word in words)

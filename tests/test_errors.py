@@ -1,8 +1,11 @@
 """Wrong input: a ValueError that names the argument and what it got."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ EYE = torch.eye(3, dtype=torch.float64)
 LAYER: shaped.Layer = shaped.ShapedPerceptron()
 
 
-def solve(V0: torch.Tensor = EYE, layer: shaped.Layer = LAYER, **changes):
+def solve(V0: Any = EYE, layer: shaped.Layer = LAYER, **changes):
     return shaped.solve(layer, V0, **({"T": 0.1, "steps": 2, "samples": 2, "seed": 0} | changes))
 
 
@@ -48,6 +51,18 @@ PATHS = propagate(samples=4)
         (lambda: shaped.compare(PATHS, PATHS, pair=(0, 3)), ["pair", "3"]),
         (lambda: shaped.compare(PATHS, PATHS, resamples=1), ["resamples", "1"]),
         (lambda: LocalWorkers(0), ["workers", "0"]),
+        (lambda: solve(1e60 * EYE, dtype=torch.float32), ["V0", "float32", "1e+60"]),
+        (lambda: solve(EYE.to(torch.complex128)), ["V0", "real"]),
+        (lambda: solve(EYE.expand(0, 3, 3), samples=None), ["V0", "(0, 3, 3)"]),
+        (lambda: solve(T=1e12, steps=None), ["steps", "1000000000"]),
+        (lambda: solve(device="meta"), ["device", "meta"]),
+        (lambda: LAYER.drift(EYE.long()), ["V must", "int64"]),
+        (lambda: shaped.ShapedAttention(0.5, mask=torch.ones(2, 2).long()), ["mask", "int64"]),
+        (lambda: shaped.ShapedAttention(0.5, mask=torch.zeros(1, 1)).module(8)(torch.zeros(3, 8)), ["mask", "3 x 3", "1 x 1"]),
+        (lambda: shaped.ShapedAttention(0.5).module(8, n_k=0), ["n_k", "0"]),
+        (lambda: LAYER.module(0), ["n must", "0"]),
+        (lambda: shaped.ShapedAttention(0.5, tau0=1e200), ["tau0", "1e+200"]),
+        (lambda: shaped.ShapedPerceptron(-4.0, -4.0).module(16)(torch.zeros(2, 16)), ["negative_slope", "0.0"]),
         (lambda: solve(torch.ones(2, 3)), ["V0", "square", "(2, 3)"]),
         (lambda: solve(torch.ones(2, 2, 3, 3)), ["V0", "(2, 2, 3, 3)"]),
         (lambda: solve(torch.tensor([[1.0, 0.5], [0.1, 1.0]])), ["V0", "symmetric", "0.4"]),
@@ -97,7 +112,57 @@ def test_wrong_input_is_named(call, words):
         assert word in message
 
 
+WITHOUT_TYPE_CHECKS = """
+import torch, shaped
+layer, V0 = shaped.ShapedPerceptron(), torch.eye(3, dtype=torch.float64)
+usual = dict(T=0.1, steps=2, samples=2, seed=0)
+sizes = dict(n=8, d=2, samples=2, seed=0)
+paths = shaped.propagate(layer, V0, **sizes | dict(samples=4))
+calls = {
+    **{key: (lambda x, key=key: shaped.solve(layer, V0, **usual | {key: x})) for key in ("steps", "samples", "seed", "chunk", "record")},
+    **{key: (lambda x, key=key: shaped.propagate(layer, V0, **sizes | {key: x})) for key in ("n", "d", "n_k")},
+    "heads": lambda x: shaped.ShapedAttention(0.5, heads=x),
+    "m": lambda x: shaped.equicorrelated(x, 0.1),
+    "resamples": lambda x: shaped.compare(paths, paths, resamples=x),
+    "workers": shaped.workers.LocalWorkers,
+    "gamma": lambda x: shaped.ShapedFeedForward(x if x != True else "yes"),
+}
+for name, call in calls.items():
+    for value in (2.5, True, "two", -1, float("nan")):
+        try:
+            call(value)
+        except ValueError as error:
+            if name not in str(error) or "\\n" in str(error):
+                print(name, value, "is told", error)
+        else:
+            print(name, value, "is accepted")
+"""
+
+
+def test_what_should_be_a_whole_number():
+    """In a process of its own, without the type checks of the tests, as users have it."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TYPE_CHECKS], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+def test_numbers_of_other_libraries_are_numbers():
+    paths = solve(np.eye(3), steps=np.int64(2), samples=np.int64(3), record=np.int64(1))
+    assert paths.V.shape == (3, 3, 3, 3)
+    assert solve([[1.0, 0.2], [0.2, 1.0]]).V[0, 0, 0, 1] == 0.2
+    assert not solve(EYE.clone().requires_grad_()).V.requires_grad
+
+
+def test_messages_stay_on_one_line_whatever_the_mask():
+    layer = shaped.ShapedAttention(0.5, centre=False, mask=torch.zeros(9, 9))
+    with pytest.raises(shaped.NoLimit) as caught:
+        layer.limit()
+    assert "\n" not in str(caught.value)
+    assert "ShapedAttention(gamma=0.5, mask=<9 x 9 bias>, centre=False)" in str(caught.value)
+
+
 def test_a_barely_indefinite_start_is_rounding_and_accepted():
     X = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))  # single precision, rank 2
     paths = solve(X @ X.mT)
     assert torch.linalg.eigvalsh(paths.V[0]).min() > -1e-12
+    alike = 1 + 0.01 * torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+    assert solve(alike @ alike.mT / 64, samples=1).V.isfinite().all()

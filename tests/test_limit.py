@@ -1,6 +1,7 @@
 """The solver against closed forms, its order, and what it promises at any step size."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -185,7 +186,7 @@ def test_collapsed_and_degenerate_starts():
         nothing[0, 0] = 0.0
         paths = shaped.solve(block, nothing, T=0.5, steps=50, samples=64, seed=seed(24))
         assert paths.V[:, :, 0].abs().max() < 1e-100
-        assert (paths.rho[:, :, 0, 1:] == 0).all() or paths.rho.isfinite().all()
+        assert paths.rho.isfinite().all()
         X = torch.randn(m, 2, generator=generator(25), dtype=torch.float64)
         paths = shaped.solve(block, X @ X.mT, T=0.5, steps=50, samples=64, seed=seed(26))
         assert paths.V.isfinite().all()
@@ -221,7 +222,10 @@ def test_same_seed_same_bits_whatever_the_chunk():
     block = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5)
     for m, samples in ((3, 9000), (12, 300)):
         V0 = shaped.equicorrelated(m, 0.3)
-        runs = [shaped.solve(block, V0, T=0.1, steps=5, samples=samples, seed=29, chunk=chunk) for chunk in (None, 1, 1000, 10**6)]
+        with ThreadPoolExecutor(2) as threads:
+            runs = [shaped.solve(block, V0, T=0.1, steps=5, samples=samples, seed=29)]
+            for chunk in (None, 1, 1000, 5000, 10**6):
+                runs.append(shaped.solve(block, V0, T=0.1, steps=5, samples=samples, seed=29, chunk=chunk, executor=threads))
         assert all(torch.equal(run.V, runs[0].V) and torch.equal(run.stopped, runs[0].stopped) for run in runs)
         other = shaped.solve(block, V0, T=0.1, steps=5, samples=samples, seed=30)
         assert not torch.equal(other.V[-1], runs[0].V[-1])

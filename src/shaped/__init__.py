@@ -1,5 +1,7 @@
 """The shaped Transformer: its infinite-depth-and-width limit and its finite networks, as one object each."""
 
+from shaped import nn as nn
+from shaped import workers as workers
 from shaped.compare import compare as compare
 from shaped.covariance import correlation as correlation
 from shaped.covariance import equicorrelated as equicorrelated

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
@@ -44,8 +45,10 @@ def main() -> None:
         if code == INTERRUPTED:
             print("shaped: interrupted; no file is half-written", file=sys.stderr)
         sys.exit(code)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ArithmeticError) as error:
         complain(str(error))
+    except MemoryError:
+        complain("this takes more memory than there is: fewer tokens, samples or steps")
     except Exception as error:
         # typer brings its own copy of click and does not export the base of its usage errors; BadParameter stands for them.
         if not isinstance(error, typer.BadParameter.__bases__):
@@ -163,11 +166,13 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def folder(out: Path | None, as_json: bool) -> Path | None:
-    """Where to write; made before the work, not after it."""
+    """Where to write; made, and tried, before the work and not after it."""
     if out is None and not as_json:
         out = Path("out")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
     return out
 
 

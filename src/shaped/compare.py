@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from shaped.checks import whole_number
 from shaped.covariance import correlation
 from shaped.trajectory import Trajectory
 
@@ -58,7 +59,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distances between two trajectories, by statistic; over the paths that did not stop."""
+    """Distances between two trajectories, by statistic; over the paths that run at the time."""
 
     ks: dict[str, Distance]
     wasserstein: dict[str, Distance]
@@ -76,7 +77,7 @@ def compare(
     one: Trajectory,
     other: Trajectory,
     *,
-    statistics: Sequence[str] | dict[str, Statistic] = ("rho", "V", "logdet", "eigmax"),
+    statistics: Sequence[str] | dict[str, Statistic] | None = None,
     pair: tuple[int, int] | None = (0, 1),
     at: int = -1,
     resamples: int = 400,
@@ -86,7 +87,7 @@ def compare(
 
     Args:
         statistics: names ("rho", "V", "variance", "logdet", "eigmax"), or functions by name, from V, [sample, m, m], to one number or
-            [sample, number].
+            [sample, number]. By default all but the variance.
         pair: the pair of tokens that "rho" and "V" are about; "variance" is about the first of them. None: all pairs together, which says
             more where the tokens are exchangeable. Numbers of one path depend on each other; errors and bands resample whole paths.
         at: which of the recorded times; the last by default.
@@ -96,21 +97,33 @@ def compare(
     m = one.V.shape[-1]
     if other.V.shape[-1] != m:
         raise ValueError(f"other must have {m} tokens as the first trajectory has, got {other.V.shape[-1]}")
-    if pair is not None and m > 1 and not all(-m <= token < m for token in pair):
+    if pair is not None and (len(pair) != 2 or not all(-m <= token < m for token in pair)) and m > 1:
         raise ValueError(f"pair must name two of the {m} tokens, got {pair}")
-    if resamples < 20:
-        raise ValueError(f"resamples must be at least 20, got {resamples}")
-    if m == 1 and not isinstance(statistics, dict):
-        statistics = [name for name in statistics if name not in ("rho", "V")]
+    resamples = whole_number("resamples", resamples, least=20)
+    for path in (one, other):
+        if not -len(path.t) <= at < len(path.t):
+            raise ValueError(f"at must be one of the {len(path.t)} recorded times, got {at}")
+    times = [path.t[at].item() for path in (one, other)]
+    if abs(times[0] - times[1]) > 0.05 * max(times):
+        raise ValueError(f"at must be the same time in both trajectories, got t = {times[0]:.4g} and {times[1]:.4g}")
+    if statistics is None:
+        statistics = ("rho", "V", "logdet", "eigmax") if m > 1 else ("variance",)
+    if isinstance(statistics, str):
+        statistics = (statistics,)
     if not isinstance(statistics, dict):
+        if m == 1 and {"rho", "V"} & set(statistics):
+            raise ValueError(f"statistics must not be about pairs where there is one token, got {tuple(statistics)}")
         statistics = {name: named_statistic(name, pair if m > 1 else None, m) for name in statistics}
-    running = [path.V[at][path.stopped.isinf().to(path.V.device)] for path in (one, other)]
+    # Paths that run at that time; what becomes of them later is not to be known then.
+    running = [path.V[at][(path.stopped > time).to(path.V.device)] for path, time in zip((one, other), times, strict=True)]
     if min(map(len, running)) < 2:
         raise ValueError(f"each trajectory must have at least 2 paths that did not stop, got {len(running[0])} and {len(running[1])}")
     rng = np.random.default_rng(seed)
     ks, wasserstein = {}, {}
     for name, statistic in statistics.items():
         x, y = (statistic(V).double().reshape(len(V), -1).cpu().numpy() for V in running)
+        if not (np.isfinite(x).all() and np.isfinite(y).all()):
+            raise ValueError(f"statistics must be finite, got {name!r} with values that are not")
         ks[name], wasserstein[name] = distances(x, y, resamples, rng)
     return Comparison(ks, wasserstein, (one.stopped_share, other.stopped_share), (one.V.shape[1], other.V.shape[1]))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
+
+from shaped.checks import positive, whole_number
 
 Matrix = Float[Tensor, "*batch m m"]
 
@@ -39,14 +40,15 @@ def equicorrelated(
     device: str | torch.device = "cpu",
 ) -> Float[Tensor, "m m"]:
     """m tokens of equal variance, each pair with correlation rho: the start of every figure of the paper."""
-    if m < 1:
-        raise ValueError(f"m must be at least 1, got {m}")
+    m = whole_number("m", m)
     least = -1.0 / (m - 1) if m > 1 else -1.0
     if not least <= rho <= 1.0:
         raise ValueError(f"rho must lie in [-1/(m-1), 1] = [{least:.4g}, 1] for m = {m} tokens, got {rho}")
-    if not 0.0 < variance < math.inf:
-        raise ValueError(f"variance must be positive and finite, got {variance}")
-    V = torch.full((m, m), variance * rho, dtype=dtype, device=device)
+    positive("variance", variance)
+    try:
+        V = torch.full((m, m), variance * rho, dtype=dtype, device=device)
+    except RuntimeError:
+        raise ValueError(f"m must be small enough for an m x m matrix to fit into memory, got {m}") from None
     return V.fill_diagonal_(variance)
 
 
@@ -145,7 +147,7 @@ class Point:
 
 
 def symmetrised(V: Matrix) -> Matrix:
-    return (V + V.mT) / 2
+    return V / 2 + V.mT / 2
 
 
 def vech(V: Matrix) -> Float[Tensor, "*batch p"]:
@@ -154,19 +156,23 @@ def vech(V: Matrix) -> Float[Tensor, "*batch p"]:
     return V[..., rows, columns]
 
 
+def check_square(V: Tensor, name: str) -> None:
+    if V.ndim < 2 or V.shape[-1] != V.shape[-2] or 0 in V.shape:
+        raise ValueError(f"{name} must be square, [..., m, m], got shape {tuple(V.shape)}")
+    if not V.dtype.is_floating_point:
+        raise ValueError(f"{name} must hold floating point numbers, got {V.dtype}")
+
+
 def check_covariance(V: Tensor, name: str = "V0") -> None:
     """Raises a ValueError that names what is wrong with a matrix that should be a covariance."""
-    if V.ndim < 2 or V.shape[-1] != V.shape[-2] or V.shape[-1] == 0:
-        raise ValueError(f"{name} must be square, [m, m] or [samples, m, m], got shape {tuple(V.shape)}")
+    check_square(V, name)
     if not V.isfinite().all():
         worst = V[~V.isfinite()][0].item()
         raise ValueError(f"{name} must be finite, got an entry {worst}")
     # Rounding of single-precision input is forgiven in double precision too: people pass X Xᵀ / n of float32 tokens.
-    scale = V.abs().amax((-2, -1))
-    tolerance = 1e-6 * scale
     skew = (V - V.mT).abs().amax((-2, -1))
-    if (skew > tolerance).any():
+    if (skew > 1e-6 * V.abs().amax((-2, -1))).any():
         raise ValueError(f"{name} must be symmetric, got entries that differ by {skew.max().item():.3g} across the diagonal")
     least = torch.linalg.eigvalsh(symmetrised(V))[..., 0]
-    if (least < -tolerance).any():
+    if (least < -1e-6 * V.diagonal(dim1=-2, dim2=-1).abs().sum(-1)).any():
         raise ValueError(f"{name} must be positive semi-definite, got an eigenvalue {least.min().item():.3g}")

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from shaped.checks import in_range, is_whole, whole_number
 from shaped.covariance import FEW, Point, batch_innermost, check_covariance, eigen_factor, symmetrised
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
@@ -32,6 +35,9 @@ Record = str | int
 
 class Process(ABC, Generic[S]):
     """One step at a time: what `solve` and `propagate` hand to the engine. S is the state of a block of paths."""
+
+    kind: ClassVar[str]
+    """Its name; processes of different kinds draw different random numbers from the same seed."""
 
     @abstractmethod
     def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> S: ...
@@ -92,7 +98,7 @@ class Bounds:
         # A matrix is positive definite exactly when its Cholesky factor exists: cheaper than its eigenvalues.
         if self.upper is not None:
             crossed |= torch.linalg.cholesky_ex(self.upper * eye - V).info > 0
-        if self.lower is not None:
+        if self.lower:  # nothing is below 0
             crossed |= torch.linalg.cholesky_ex(V - self.lower * eye).info > 0
         return crossed
 
@@ -109,7 +115,7 @@ def is_safe(V: Float[Tensor, "batch m m"]) -> Bool[Tensor, " batch"]:
 
 def run(
     process: Process,
-    V0: Tensor,
+    V0: Any,
     *,
     steps: int,
     dt: float,
@@ -129,27 +135,26 @@ def run(
     """Simulates `samples` paths of `process` over `steps` steps of length `dt`, from V0."""
     where = checked_device(device)
     V0 = checked_start(V0, samples, dtype).to(where)
-    samples, m = V0.shape[0], V0.shape[-1]
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, got {seed}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    count, m = V0.shape[0], V0.shape[-1]
+    seed = whole_number("seed", seed, least=0)
+    if chunk is not None:
+        chunk = whole_number("chunk", chunk)
     for name, bound in (("upper", upper), ("lower", lower)):
-        if bound is not None and not 0.0 <= bound < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {bound}")
+        if bound is not None:
+            in_range(name, bound, 0.0, sys.float_info.max)
     kept = recorded_steps(record, steps)
 
     size = block_size(process.entries(m), where)
-    V = allocated((len(kept), samples, m, m), dtype, where)
-    stopped = torch.empty(samples, dtype=torch.float64)
+    V = allocated((len(kept), count, m, m), dtype, where)
+    stopped = torch.empty(count, dtype=torch.float64)
     events = 0
 
     def job(block: int) -> Job:
-        return Job(process, V0[block * size : (block + 1) * size], steps, kept, dt, Bounds(upper, lower), seed, block)
+        start = V0[block * size : (block + 1) * size]
+        start = start if start.stride(0) == 0 else start.clone()  # a slice would take the whole of V0 along to a worker
+        return Job(process, start, steps, kept, dt, Bounds(upper, lower), seed, block)
 
-    blocks = math.ceil(samples / size)
+    blocks = math.ceil(count / size)
     with progress_bar(progress, total=blocks * steps) as advance:
         if executor is None:
             results = ((block, run_block(job(block), lambda: advance(1))) for block in range(blocks))
@@ -157,10 +162,10 @@ def run(
             together = max(1, (chunk or 1) // size)
             chunks = [range(first, min(first + together, blocks)) for first in range(0, blocks, together)]
             results = run_elsewhere(executor, chunks, job, lambda count: advance(count * steps))
-        for block, (recorded, ended, count) in results:
+        for block, (recorded, ended, happened) in results:
             place = slice(block * size, block * size + len(ended))
             V[:, place], stopped[place] = recorded, ended
-            events += count
+            events += happened
     t = torch.tensor(kept, dtype=torch.float64) * dt
     return Trajectory(t, V, stopped, info | {"seed": seed} | ({event: events} if event else {}))
 
@@ -177,11 +182,11 @@ def run_elsewhere(
     A chunk whose worker died is handed in again, up to TRIES times, and at last computed here, where a real error shows as itself.
     """
 
-    def hand_in(chunk: range) -> Future:
+    def bundle(chunk: range) -> bytes:
         # As bytes, because torch would pass tensors between processes through shared memory, which ends with the process.
-        return executor.submit(run_chunk, pickle.dumps([job(block) for block in chunk]))
+        return pickle.dumps([job(block) for block in chunk])
 
-    waiting = {hand_in(chunk): (chunk, 1) for chunk in chunks}
+    waiting = {executor.submit(run_chunk, bundle(chunk)): (chunk, 1) for chunk in chunks}
     try:
         while waiting:
             done, _ = wait(waiting, return_when=FIRST_COMPLETED)
@@ -189,21 +194,29 @@ def run_elsewhere(
                 chunk, tries = waiting.pop(future)
                 try:
                     results = future.result()
-                except Exception:
-                    if tries < TRIES:
-                        try:
-                            waiting[hand_in(chunk)] = chunk, tries + 1
-                            continue
-                        except Exception:  # the executor is gone for good
-                            results = run_chunk(pickle.dumps([job(block) for block in chunk]))
-                    else:
-                        results = run_chunk(pickle.dumps([job(block) for block in chunk]))
+                except ValueError:
+                    raise  # what the caller got wrong goes wrong everywhere
+                except Exception as error:
+                    again = handed_in_again(executor, bundle(chunk)) if tries < TRIES else None
+                    if again is not None:
+                        waiting[again] = chunk, tries + 1
+                        continue
+                    warnings.warn(f"the executor fails ({error!r}): its work is done in this process", RuntimeWarning, stacklevel=2)
+                    results = run_chunk(bundle(chunk))
                 for block, (recorded, ended, count) in zip(chunk, results, strict=True):
                     yield block, (torch.from_numpy(recorded), torch.from_numpy(ended), count)
                 advance(len(chunk))
     finally:
         for future in waiting:
             future.cancel()
+
+
+def handed_in_again(executor: Executor, jobs: bytes) -> Future | None:
+    """A second try, or None from an executor that takes no more work."""
+    try:
+        return executor.submit(run_chunk, jobs)
+    except Exception:
+        return None
 
 
 def run_chunk(jobs: bytes) -> list[tuple[np.ndarray, np.ndarray, int]]:
@@ -227,7 +240,7 @@ def one_thread() -> Iterator[None]:
 def run_block(job: Job, advance: Callable[[], None] = lambda: None) -> Result:
     """The recorded covariances of one block, its stopping times, and how many events were counted."""
     V0 = batch_innermost(job.V0) if job.V0.shape[-1] <= FEW else job.V0.contiguous()
-    stream = Stream(job.seed, job.block, dtype=V0.dtype, device=V0.device)
+    stream = Stream(job.seed, job.block, kind=job.process.kind, dtype=V0.dtype, device=V0.device)
     process, samples = job.process, len(V0)
     parked = state = process.start(V0, stream)
     shown, alive, events = V0, ~job.bounds.crossed(V0), 0
@@ -279,29 +292,32 @@ def recorded_steps(record: Record, steps: int) -> tuple[int, ...]:
         return tuple(range(steps + 1))
     if record == "last":
         return (steps,)
-    if isinstance(record, int) and not isinstance(record, bool) and record >= 1:
-        return (*range(0, steps, record), steps)
+    if is_whole(record) and int(record) >= 1:
+        return (*range(0, steps, int(record)), steps)
     raise ValueError(f"record must be 'all', 'last' or a whole number of steps, at least 1, got {record!r}")
 
 
 def checked_device(device: str | torch.device) -> torch.device:
     try:
         where = torch.device(device)
-        torch.empty(0, device=where)
-    except (RuntimeError, AssertionError):
+        torch.zeros(1, device=where).item()
+        torch.Generator(where)
+    except (RuntimeError, AssertionError, NotImplementedError):
         raise ValueError(f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {str(device)!r}") from None
     return where
 
 
-def checked_start(V0: Tensor, samples: int | None, dtype: torch.dtype) -> Float[Tensor, "sample m m"]:
+def checked_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Tensor, "sample m m"]:
     """V0 for every sample, symmetric and positive semi-definite to the last digit."""
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float64 or torch.float32, got {dtype}")
-    V0 = torch.as_tensor(V0)
-    if samples is not None and samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}")
+    V0 = V0.detach() if isinstance(V0, Tensor) else torch.as_tensor(V0, dtype=torch.float64)
+    if samples is not None:
+        samples = whole_number("samples", samples)
     if V0.ndim > 3:
         raise ValueError(f"V0 must be square, [m, m] or [samples, m, m], got shape {tuple(V0.shape)}")
+    if V0.is_complex():
+        raise ValueError(f"V0 must be real, got {V0.dtype}")
     V0 = V0.to(torch.float64)
     check_covariance(V0, "V0")
     V0 = symmetrised(V0)
@@ -309,11 +325,14 @@ def checked_start(V0: Tensor, samples: int | None, dtype: torch.dtype) -> Float[
     if indefinite.any():
         root = eigen_factor(V0)
         V0 = torch.where(indefinite, root @ root.mT, V0)
-    if V0.ndim == 2:
-        return V0.to(dtype).expand(samples or 1, -1, -1)
-    if samples not in (None, V0.shape[0]):
-        raise ValueError(f"samples must be {V0.shape[0]}, the number of matrices in V0, or left out, got {samples}")
-    return V0.to(dtype)
+    cast = V0.to(dtype)
+    if not cast.isfinite().all():
+        raise ValueError(f"V0 must fit into {dtype}, got an entry {V0.abs().max().item():.3g}")
+    if cast.ndim == 2:
+        return cast.expand(samples or 1, -1, -1)
+    if samples not in (None, cast.shape[0]):
+        raise ValueError(f"samples must be {cast.shape[0]}, the number of matrices in V0, or left out, got {samples}")
+    return cast
 
 
 @contextmanager

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from shaped import engine
+from shaped.checks import whole_number
 from shaped.covariance import Point, factor, gram
 from shaped.layers.base import Layer, Sizes
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
 
-Paths = Bool[Tensor, " batch"]
 PATHS = ("auto", "gram", "tokens")
 
 
@@ -23,6 +24,7 @@ PATHS = ("auto", "gram", "tokens")
 class GramSteps(engine.PointProcess):
     """The chain of covariances: attention then costs nothing in n, a feed-forward layer m·n normals."""
 
+    kind: ClassVar[str] = "gram"
     layer: Layer
     sizes: Sizes
 
@@ -34,13 +36,15 @@ class GramSteps(engine.PointProcess):
 class TokenSteps(engine.Process[Tensor]):
     """The chain of tokens, [batch, m, n], for layers that look at single features."""
 
+    kind: ClassVar[str] = "tokens"
     layer: Layer
     sizes: Sizes
 
     def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> Tensor:
         """Tokens with covariance V0 in a direction that is uniformly distributed, since V0 does not give one."""
         m, n = V0.shape[-1], self.sizes.n
-        directions = torch.linalg.qr(stream.normal(len(V0), n, m)).Q
+        Q, R = torch.linalg.qr(stream.normal(len(V0), n, m))
+        directions = Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # LAPACK's choice of signs is not uniform
         return math.sqrt(n) * factor(V0).contiguous() @ directions.mT
 
     def step(self, state: Tensor, stream: Stream) -> tuple[Tensor, None]:
@@ -49,7 +53,7 @@ class TokenSteps(engine.Process[Tensor]):
     def covariance(self, state: Tensor) -> Float[Tensor, "batch m m"]:
         return gram(state)
 
-    def select(self, choice: Paths, yes: Tensor, no: Tensor) -> Tensor:
+    def select(self, choice: Bool[Tensor, " batch"], yes: Tensor, no: Tensor) -> Tensor:
         return torch.where(choice[:, None, None], yes, no)
 
     def entries(self, m: int) -> int:
@@ -58,7 +62,7 @@ class TokenSteps(engine.Process[Tensor]):
 
 def propagate(
     layer: Layer,
-    V0: Tensor,
+    V0: Any,
     *,
     n: int,
     d: int,
@@ -90,15 +94,12 @@ def propagate(
         path: "gram" (covariances alone), "tokens", or "auto": "gram" where the layers allow it.
         record, upper, lower, device, dtype, chunk, executor, progress: as in `solve`.
     """
-    for name, value in (("n", n), ("d", d), ("n_k", 1 if n_k is None else n_k)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    sizes, d = Sizes(n, n_k), whole_number("d", d)
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
-    m = torch.as_tensor(V0).shape[-1] if torch.as_tensor(V0).ndim else 0
+    m = (torch.as_tensor(V0).shape or (0,))[-1]
     if n < m:
         raise ValueError(f"n must be at least {m}, the number of tokens: fewer features cannot have every covariance, got {n}")
-    sizes = Sizes(n, n_k)
     layer.check_sizes(sizes)
     if path == "gram" and layer.needs_tokens:
         raise ValueError(f"path must be 'tokens' or 'auto' for {layer!r}, which looks at single features, got 'gram'")

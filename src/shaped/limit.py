@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from shaped import engine
+from shaped.checks import positive, whole_number
 from shaped.covariance import Point
 from shaped.layers.base import Layer
 from shaped.layers.terms import Term
@@ -26,6 +28,7 @@ Paths = Bool[Tensor, " batch"]
 class ConeSteps(engine.PointProcess):
     """Each term moves in turn (Lie splitting, weak order 1); no move can leave the positive cone."""
 
+    kind: ClassVar[str] = "cone"
     terms: tuple[Term, ...]
     h: float
 
@@ -39,6 +42,7 @@ class ConeSteps(engine.PointProcess):
 class EulerSteps(engine.PointProcess):
     """Euler-Maruyama, V + h b(V) + sqrt(h) Sigma(V)^{1/2} xi, projected onto the cone where it left it. For comparison."""
 
+    kind: ClassVar[str] = "euler"
     terms: tuple[Term, ...]
     h: float
 
@@ -55,12 +59,13 @@ class EulerSteps(engine.PointProcess):
         return Point(matrix=torch.where(finite, V, math.nan)), outside
 
 
+MOST_STEPS = 10**9
 METHODS: dict[str, Callable[[tuple[Term, ...], float], engine.PointProcess]] = {"cone": ConeSteps, "euler": EulerSteps}
 
 
 def solve(
     layer: Layer,
-    V0: Tensor,
+    V0: Any,
     *,
     T: float,
     steps: int | None = None,
@@ -91,16 +96,12 @@ def solve(
         upper, lower: a path stops when its largest eigenvalue passes `upper` or its smallest falls below `lower`. By default only a
             path that leaves the safe part of the float range stops.
         device, dtype: where and in which precision to compute.
-        chunk: number of samples that a worker takes at a time, rounded to whole blocks.
+        chunk: number of samples that a worker takes at a time, rounded to whole blocks; without an executor it has no meaning.
         executor: anything like a concurrent.futures.Executor; samples are then simulated there (see `shaped.workers`).
         progress: show a bar on standard error: None for work of over a second, True, False. Never where that is not a terminal.
     """
-    if not 0.0 < T < math.inf:
-        raise ValueError(f"T must be positive and finite, got {T}")
-    if steps is None:
-        steps = max(1, math.ceil(100 * T))
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    T = positive("T", T)
+    steps = whole_number("steps", max(1, math.ceil(100 * T)) if steps is None else steps, most=MOST_STEPS)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
     h = T / steps

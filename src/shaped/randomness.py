@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -30,20 +31,22 @@ class GeneratorNormals(Normals):
 
 
 class Stream(Normals):
-    """The random numbers of one block of samples: a function of the seed, the block's number, the precision and the kind of device alone.
+    """The random numbers of one block of samples: a function of the seed, the block's number, the kind of process and
+    of device, and the precision alone.
 
     On the CPU numpy draws in double precision and torch in single precision: each takes half the other's time there
     (benchmarks/limit.py, benchmarks/finite.py). torch's CPU generator keeps only 32 bits of a seed, so blocks get consecutive ones:
     no two blocks of a run share theirs.
     """
 
-    def __init__(self, seed: int, block: int, *, dtype: torch.dtype, device: torch.device):
-        sequence = np.random.SeedSequence(seed, spawn_key=(block,))
+    def __init__(self, seed: int, block: int, *, kind: str = "", dtype: torch.dtype, device: torch.device):
+        salt = zlib.crc32(kind.encode())  # the same seed gives the SDE and the network numbers that have nothing to do with each other
+        sequence = np.random.SeedSequence(seed, spawn_key=(salt, block))
         self._dtype, self._device = dtype, device
         self._numpy = np.random.Generator(np.random.SFC64(sequence))
         self._torch = torch.Generator(device=device)
         if device.type == "cpu":
-            first = int(np.random.SeedSequence(seed).generate_state(1)[0])
+            first = int(np.random.SeedSequence(seed, spawn_key=(salt,)).generate_state(1)[0])
             self._torch.manual_seed((first + block) % 2**32)
         else:
             self._torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)  # torch takes seeds below 2^63

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -10,14 +11,17 @@ from typing import Any
 
 import torch
 
+from shaped.checks import whole_number
+
 
 class LocalWorkers(Executor):
-    """A pool of processes that is made anew when one of them dies, so that lost work can be handed in again."""
+    """A pool of processes that is made anew when one of them dies, so that lost work can be handed in again.
+
+    The processes import the script that makes them: what it does must stand under `if __name__ == "__main__":`.
+    """
 
     def __init__(self, workers: int):
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
-        self._workers, self._pool = workers, None
+        self._workers, self._pool = whole_number("workers", workers), None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         if self._pool is None:
@@ -62,9 +66,12 @@ def dask_executor(address: str, timeout: float = 5.0) -> Iterator[Executor]:
         from distributed import Client
     except ImportError:
         raise ValueError("scheduler needs Dask: pip install 'shaped-transformer[cluster]'") from None
+    refused = f"scheduler must be the address of a running Dask scheduler, such as tcp://127.0.0.1:8786, got {address!r}"
+    if not re.fullmatch(r"(\w+://)?[^:/\s]+:\d+", address):  # Client's own complaints about an address are long
+        raise ValueError(refused)
     try:
         client = Client(address, timeout=timeout, set_as_default=False)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"scheduler must be the address of a running Dask scheduler, got {address!r} ({type(error).__name__})") from None
+        raise ValueError(f"{refused} ({type(error).__name__})") from None
     with client:
         yield client.get_executor()

@@ -17,9 +17,10 @@ CPU = torch.device("cpu")
 
 
 def tokens(V: torch.Tensor, n: int, g: torch.Generator) -> torch.Tensor:
-    """Tokens with covariance V in a random direction."""
-    directions = torch.linalg.qr(torch.randn(n, len(V), generator=g, dtype=torch.float64)).Q
-    return math.sqrt(n) * torch.linalg.cholesky(V) @ directions.mT
+    """Tokens with covariance V in a uniformly random direction: normals, whitened, so that no convention of a factorisation enters."""
+    Z = torch.randn(len(V), n, generator=g, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(Z @ Z.mT)
+    return math.sqrt(n) * torch.linalg.cholesky(V) @ (vectors / values.sqrt() @ vectors.mT @ Z)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -35,6 +36,13 @@ def test_one_step_has_the_law_of_explicit_weights(name):
         drawn = shaped.propagate(layer, V, n=n, n_k=n_k, d=1, samples=60_000, seed=seed(52), path=path, record="last")
         assert drawn.info["path"] == path
         assert_same_moments(vech(drawn.V[-1]), vech(explicit))
+
+
+def test_tokens_start_in_a_uniformly_random_direction():
+    """LayerNorm sees the direction: with a branch of weight 0 it is all that it sees."""
+    V, n = torch.eye(2, dtype=torch.float64), 3
+    drawn = shaped.propagate(shaped.PostLN(shaped.ShapedAttention(0.0)), V, n=n, d=1, samples=100_000, seed=seed(49), record="last")
+    assert_mean(drawn.V[-1, :, 0, 1], 0.0)
 
 
 def test_a_deep_network_has_the_law_of_explicit_weights():

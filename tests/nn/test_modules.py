@@ -24,7 +24,7 @@ M, N, HEADS, GAMMA, TAU0 = 3, 12, 2, 0.7, 0.4
 
 
 def tokens(V, g):
-    directions = torch.linalg.qr(torch.randn(N, M, generator=g, dtype=torch.float64)).Q
+    directions = torch.linalg.qr(torch.randn(N, M, generator=g, dtype=torch.float64)).Q  # without LayerNorm any direction will do
     return math.sqrt(N) * torch.linalg.cholesky(V) @ directions.mT
 
 

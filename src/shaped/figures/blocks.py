@@ -28,8 +28,11 @@ class BlockSettings:
             "feedforward": lambda: ShapedFeedForward(self.gamma, self.c_plus, self.c_minus),
             "perceptron": lambda: ShapedPerceptron(self.c_plus, self.c_minus),
         }
-        names = [name.strip() for name in self.layers.split(",")]
-        for name in names:
+        for name in self.names:
             if name not in made:
                 raise ValueError(f"layers must be a list of {', '.join(made)}, got {name!r}")
-        return Chain(*(made[name]() for name in names))
+        return Chain(*(made[name]() for name in self.names))
+
+    @property
+    def names(self) -> list[str]:
+        return [name.strip() for name in self.layers.split(",")]

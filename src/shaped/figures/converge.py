@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 import shaped
+from shaped.checks import positive, whole_number
 from shaped.compare import Distance, compare
 from shaped.covariance import equicorrelated
 from shaped.figures.blocks import BlockSettings
 from shaped.finite import propagate
+from shaped.layers.base import Sizes
 from shaped.limit import solve
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class Settings(BlockSettings):
 
         def cost(n: int) -> float:
             """Of the d ~ n layers of a network, each some algebra and, for a feed-forward layer, m·n normals."""
-            features = self.tokens * n if {"feedforward", "perceptron"} & set(self.layers.split(",")) else 0
+            features = self.tokens * n if {"feedforward", "perceptron"} & set(self.names) else 0
             return n * (400 + features)
 
         return min(self.samples, max(512, round(self.samples * cost(100) / cost(n))))
@@ -50,14 +52,16 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
     """Distances at each width, with errors and bands, and the fitted rates."""
     if not settings.widths:
         raise ValueError("widths must not be empty")
-    if settings.samples < 2:
-        raise ValueError(f"samples must be at least 2, got {settings.samples}")
-    if not 0.0 < settings.step < math.inf:
-        raise ValueError(f"step must be positive and finite, got {settings.step}")
+    whole_number("tokens", settings.tokens, least=2)
+    whole_number("samples", settings.samples, least=2)
+    positive("step", settings.step)
+    T = positive("horizon", settings.horizon)
+    layer, V0 = settings.layer(), equicorrelated(settings.tokens, settings.rho)
     for n in settings.widths:
         if n < settings.tokens:
             raise ValueError(f"widths must be at least {settings.tokens}, the number of tokens, got {n}")
-    layer, V0, T = settings.layer(), equicorrelated(settings.tokens, settings.rho), settings.horizon
+        layer.check_sizes(Sizes(n))
+    depths = {n: max(1, round(T * n)) for n in settings.widths}
     began = time.perf_counter()
     limit = solve(
         layer,
@@ -77,7 +81,7 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
             layer,
             V0,
             n=n,
-            d=max(1, round(T * n)),
+            d=depths[n],
             samples=settings.networks(n),
             seed=settings.seed + 1,
             record="last",
@@ -89,7 +93,7 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
         pair = None if settings.mask is None else (0, 1)  # tokens are exchangeable unless a mask tells them apart
         found = compare(limit, network, statistics=STATISTICS, pair=pair, resamples=100, seed=settings.seed)
         distances = {name: {"ks": asdict(found.ks[name]), "wasserstein": asdict(found.wasserstein[name])} for name in found.ks}
-        rows.append({"width": n, "depth": max(1, round(T * n)), "samples": settings.networks(n), "distances": distances})
+        rows.append({"width": n, "depth": depths[n], "samples": settings.networks(n), "distances": distances})
     return {
         "version": shaped.__version__,
         "settings": asdict(settings) | {"widths": list(settings.widths)},

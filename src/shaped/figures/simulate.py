@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 import shaped
+from shaped.checks import positive, whole_number
 from shaped.covariance import equicorrelated
 from shaped.figures.blocks import BlockSettings
 from shaped.figures.density import correlation_density, kernel_density, pairs
@@ -44,11 +45,9 @@ def compute(
     settings: Settings, executor: Executor | None = None, progress: bool | None = None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The summary, which is JSON, and the arrays that `draw` reads."""
-    for name in ("width", "depth"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(settings, name)}")
-    if not 0.0 < settings.step < math.inf:
-        raise ValueError(f"step must be positive and finite, got {settings.step}")
+    for name in ("tokens", "width", "depth"):
+        whole_number(name, getattr(settings, name))
+    positive("step", settings.step)
     T = settings.depth / settings.width
     steps = max(1, round(T / settings.step))
     V0 = equicorrelated(settings.tokens, settings.rho)
@@ -70,23 +69,23 @@ def compute(
         progress=progress,
     )
     seconds = time.perf_counter() - began
-    survived = paths.stopped.isinf().to(paths.V.device)
-    V, rho = paths.V[:, survived].cpu().numpy(), paths.rho[:, survived].cpu().numpy()
+    V, rho, stopped = paths.V.cpu().numpy(), paths.rho.cpu().numpy(), paths.stopped.numpy()
+    survived = stopped > T
     summary: dict[str, Any] = {
         "version": shaped.__version__,
         "settings": asdict(settings) | {"horizon": T, "steps": steps},
-        "rho": summarise(pairs(rho[-1])),
-        "V": summarise(pairs(V[-1])),
-        "variance": summarise(np.diagonal(V[-1], axis1=-2, axis2=-1)),
+        "rho": summarise(pairs(rho[-1, survived])),
+        "V": summarise(pairs(V[-1, survived])),
+        "variance": summarise(np.diagonal(V[-1, survived], axis1=-2, axis2=-1)),
         "stopped_share": paths.stopped_share,
         "seconds": seconds,
     } | {key: value for key, value in paths.info.items() if key == "projections"}
     arrays = {"t": paths.t.numpy()}
     if settings.tokens > 1 and survived.any():
-        over_time = pairs(rho).reshape(len(rho), -1)
-        arrays["rho_over_time"] = np.percentile(over_time, PERCENTILES, axis=1)
-        arrays |= densities("rho", pairs(rho[-1]).ravel())
-        arrays |= densities("V", pairs(V[-1]).ravel())
+        running = (pairs(rho[i, stopped > t]).ravel() for i, t in enumerate(arrays["t"]))
+        arrays["rho_over_time"] = np.stack([np.percentile(values, PERCENTILES) for values in running], 1)
+        arrays |= densities("rho", pairs(rho[-1, survived]).ravel())
+        arrays |= densities("V", pairs(V[-1, survived]).ravel())
     return summary, arrays
 
 
@@ -106,7 +105,7 @@ def summarise(values: Float[np.ndarray, "sample entry"]) -> dict[str, Any] | Non
 def densities(name: str, x: Float[np.ndarray, " sample"]) -> dict[str, np.ndarray]:
     """Histogram and kernel density estimate over the range that holds 99 % of the values."""
     low, high = np.percentile(x, [0.5, 99.5])
-    margin = 0.05 * (high - low) or 1e-3
+    margin = max(0.05 * (high - low), 1e-6 * max(1.0, abs(low), abs(high)))
     low, high, estimate = (-0.999, 0.999, correlation_density) if name == "rho" else (low - margin, high + margin, kernel_density)
     grid = np.linspace(low, high, 256)
     counts, edges = np.histogram(x, bins=60, range=(low, high))

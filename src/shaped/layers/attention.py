@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from operator import add
 
@@ -11,10 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from shaped.checks import positive, whole_number
 from shaped.covariance import Matrix, Point, factor, laid_out_like, product, weighted_mean
 from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual
 from shaped.layers.terms import Term, WeightNoise
-from shaped.nn.functional import attention_matrix
+from shaped.nn.functional import attention_matrix, logit_bias
 from shaped.nn.networks import RandomAttention, Residual
 from shaped.randomness import Normals, Stream
 
@@ -30,11 +31,7 @@ def resting_attention(mask: Mask, m: int, like: Tensor) -> Rows:
     """
     if mask is None:
         return like.new_full((1, m), 1.0 / m)
-    if isinstance(mask, Tensor):
-        if mask.shape[-1] != m:
-            raise ValueError(f"mask must be {m} x {m} for {m} tokens, got {mask.shape[-1]} x {mask.shape[-1]}")
-        return torch.softmax(mask.to(like), -1)
-    return like.new_ones(m, m).tril() / torch.arange(1, m + 1, dtype=like.dtype, device=like.device)[:, None]
+    return torch.softmax(logit_bias(mask, m, like), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,11 +159,16 @@ class ShapedAttention(ResidualLayer):
 
     def __post_init__(self) -> None:
         check_residual(self.gamma, self.lam)
-        if not 0.0 < self.tau0 < math.inf:
-            raise ValueError(f"tau0 must be positive and finite, got {self.tau0}")
-        if self.heads < 1:
-            raise ValueError(f"heads must be at least 1, got {self.heads}")
+        positive("tau0", self.tau0)
+        whole_number("heads", self.heads)
         object.__setattr__(self, "mask", _as_bias(self.mask))
+
+    def __repr__(self) -> str:
+        """The arguments that are not the defaults, on one line."""
+        mask = f"<{self.mask.shape[0]} x {self.mask.shape[0]} bias>" if isinstance(self.mask, Tensor) else repr(self.mask)
+        shown = {entry.name: mask if entry.name == "mask" else repr(getattr(self, entry.name)) for entry in fields(self)}
+        usual = {entry.name: repr(entry.default) for entry in fields(self)}
+        return f"ShapedAttention({', '.join(f'{name}={text}' for name, text in shown.items() if text != usual[name])})"
 
     def limit(self) -> tuple[Term, ...]:
         r"""Thm. sde-attention: $\Sigma = \gamma^2(2-\gamma^2)\Sigma_{\text{lin}} + \gamma^4\tau_0^{-2}\mathcal{A}$.
@@ -218,11 +220,7 @@ class ShapedAttention(ResidualLayer):
         T = stream.bartlett(L, m, n_k)
         G = stream.matrices(L, T.shape[-1], m).mul_(1.0 / self.tau(sizes.n, n_k))
         logits = product(product(L, product(T, G)), L.mT)
-        return laid_out_like(attention_matrix(logits, self.bias(m, L), float(self.identity), float(self.centre)), L)
-
-    def bias(self, m: int, like: Tensor) -> Float[Tensor, "m m"]:
-        """B, with -inf where a token is not attended to."""
-        return resting_attention(self.mask, m, like).log().expand(m, m)
+        return laid_out_like(attention_matrix(logits, logit_bias(self.mask, m, L), float(self.identity), float(self.centre)), L)
 
     def module(
         self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
@@ -250,11 +248,13 @@ def _as_bias(mask: object) -> Mask:
         return mask
     if isinstance(mask, str):
         raise ValueError(f"mask must be None, 'causal' or an [m, m] bias on the logits, got {mask!r}")
-    bias = torch.as_tensor(mask)
+    bias = torch.as_tensor(mask).detach().clone()
     if bias.ndim != 2 or bias.shape[0] != bias.shape[1]:
         raise ValueError(f"mask must be square, [m, m], got shape {tuple(bias.shape)}")
     if bias.dtype == torch.bool:
         bias = torch.where(bias, 0.0, -torch.inf)
+    if not bias.dtype.is_floating_point:
+        raise ValueError(f"mask must hold booleans or floating point numbers, got {bias.dtype}")
     bias = bias.to(torch.float64)
     if (bias.isnan() | (bias == torch.inf)).any():
         raise ValueError("mask must hold numbers or -inf, got nan or +inf")

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.covariance import Matrix, Point, check_covariance, factor, gram, product
+from shaped.checks import in_range, whole_number
+from shaped.covariance import Matrix, Point, check_covariance, check_square, factor, gram, product
 from shaped.layers.terms import Dense, Term, collected
 from shaped.randomness import GeneratorNormals, Stream
 
@@ -35,6 +36,11 @@ class Sizes:
     n: int
     n_k: int | None = None
 
+    def __post_init__(self) -> None:
+        whole_number("n", self.n)
+        if self.n_k is not None:
+            whole_number("n_k", self.n_k)
+
     def keys(self, heads: int) -> int:
         return self.n // heads if self.n_k is None else self.n_k
 
@@ -47,6 +53,8 @@ class Layer(ABC):
         """The terms of the layer's covariance SDE; raises NoLimit where there is none."""
 
     def __rshift__(self, other: Layer) -> Chain:
+        if not isinstance(other, Layer):
+            return NotImplemented
         return Chain(*self.layers, *other.layers)
 
     @property
@@ -59,7 +67,7 @@ class Layer(ABC):
 
     def drift(self, V: Matrix) -> Matrix:
         r"""$b(V)$ of $dV = b(V)\,dt + \Sigma(V)^{1/2}\,dB$, in O(m³) time and O(m²) memory a sample."""
-        _check_shape(V)
+        check_square(V, "V")
         return reduce(add, (term.drift(V) for term in self.terms))
 
     def noise(self, V: Matrix, generator: torch.Generator) -> Matrix:
@@ -70,7 +78,7 @@ class Layer(ABC):
 
     def Sigma(self, V: Matrix) -> Dense:
         r"""The dense $\Sigma(V)$, [..., p, p] with p = m(m+1)/2, upper triangle row by row. For small m: O(m⁴) memory."""
-        _check_shape(V)
+        check_square(V, "V")
         return reduce(add, (term.Sigma(V) for term in self.terms))
 
     @property
@@ -193,12 +201,7 @@ class Chain(Layer):
         return " >> ".join(map(repr, self._layers))
 
 
-def _check_shape(V: torch.Tensor) -> None:
-    if V.ndim < 2 or V.shape[-1] != V.shape[-2] or V.shape[-1] == 0:
-        raise ValueError(f"V must be square, [..., m, m], got shape {tuple(V.shape)}")
-
-
 def check_residual(gamma: float, lam: float | None) -> None:
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        if value is not None and not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name} must lie in [0, 1], got {value}")
+    in_range("gamma", gamma, 0.0, 1.0)
+    if lam is not None:
+        in_range("lam", lam, 0.0, 1.0)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from shaped.checks import finite
 from shaped.covariance import Matrix, Point, factor, gram
 from shaped.layers.base import Factor, Layer, NoLimit, ResidualLayer, Sizes, Tokens, check_residual
 from shaped.layers.terms import Term, WeightNoise
@@ -80,7 +81,7 @@ class FeedForward(ResidualLayer):
     def module(
         self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
     ) -> nn.Module:
-        branch = RandomFeedForward(n, *self.slopes(n), generator=generator, dtype=dtype)
+        branch = RandomFeedForward(Sizes(n, n_k).n, *self.slopes(n), generator=generator, dtype=dtype)
         return Residual(branch, self.shortcut, self.gamma)
 
 
@@ -98,8 +99,8 @@ class ShapedFeedForward(FeedForward):
 
     def __post_init__(self) -> None:
         check_residual(self.gamma, self.lam)
-        check_finite("c_plus", self.c_plus)
-        check_finite("c_minus", self.c_minus)
+        finite("c_plus", self.c_plus)
+        finite("c_minus", self.c_minus)
 
     def slopes(self, n: int) -> Slopes:
         return shaped_slopes(n, self.c_plus, self.c_minus)
@@ -121,7 +122,7 @@ class ReLUFeedForward(FeedForward):
 
     def __post_init__(self) -> None:
         check_residual(self.gamma, self.lam)
-        check_finite("negative_slope", self.negative_slope)
+        finite("negative_slope", self.negative_slope)
 
     def slopes(self, n: int) -> Slopes:
         return 1.0, self.negative_slope
@@ -145,8 +146,8 @@ class ShapedPerceptron(Layer):
     c_minus: float = -1.0
 
     def __post_init__(self) -> None:
-        check_finite("c_plus", self.c_plus)
-        check_finite("c_minus", self.c_minus)
+        finite("c_plus", self.c_plus)
+        finite("c_minus", self.c_minus)
 
     def limit(self) -> tuple[Term, ...]:
         r"""Eq. sde_mlp: $b = b_{\text{ReLU}}$, $\Sigma = \Sigma_{\text{lin}}$."""
@@ -166,7 +167,7 @@ class ShapedPerceptron(Layer):
     def module(
         self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
     ) -> nn.Module:
-        return RandomPerceptron(n, *self.slopes(n), generator=generator, dtype=dtype)
+        return RandomPerceptron(Sizes(n, n_k).n, *self.slopes(n), generator=generator, dtype=dtype)
 
 
 def activation_gram(L: Factor, n: int, slopes: Slopes, stream: Stream) -> Float[Tensor, "batch m m"]:
@@ -191,8 +192,3 @@ def shaped_slopes(n: int, c_plus: float, c_minus: float) -> Slopes:
 def relaxation_rate(c_plus: float, c_minus: float) -> float:
     r"""$(c_+ - c_-)^2/4$, the speed of the shaped ReLU's drift (see `ReLURelaxation`)."""
     return (c_plus - c_minus) ** 2 / 4.0
-
-
-def check_finite(name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")

@@ -9,6 +9,16 @@ from torch import Tensor
 from shaped.nn.attention import shaped_attention as shaped_attention
 
 
+def logit_bias(mask: str | Tensor | None, m: int, like: Tensor) -> Float[Tensor, "m m"]:
+    """B for m tokens, with -inf where a token is not attended to: zeros, the "causal" mask, or the [m, m] bias given."""
+    if isinstance(mask, Tensor):
+        if mask.shape != (m, m):
+            raise ValueError(f"mask must be {m} x {m} for {m} tokens, got {' x '.join(map(str, mask.shape))}")
+        return mask.to(like)
+    B = like.new_zeros(m, m)
+    return B if mask is None else B.masked_fill_(torch.ones_like(B, dtype=torch.bool).triu_(1), -torch.inf)
+
+
 def attention_matrix(
     logits: Float[Tensor, "*batch m k"],
     bias: Float[Tensor, "m k"],
@@ -30,11 +40,15 @@ def shaped_relu(x: Tensor, negative_slope: float | Tensor, positive_slope: float
         return positive_slope * x.clamp(min=0.0) + negative_slope * x.clamp(max=0.0)
     if positive_slope == 1.0:
         return torch.nn.functional.leaky_relu(x, negative_slope)
+    if positive_slope == 0.0:
+        return negative_slope * x.clamp(max=0.0)
     return positive_slope * torch.nn.functional.leaky_relu(x, negative_slope / positive_slope)
 
 
 def he_constant(negative_slope: float, positive_slope: float = 1.0) -> float:
     r"""$c = 1/\mathbb{E}\,\sigma_s(g)^2 = 2/(s_+^2 + s_-^2)$ (Eq. resnet): keeps the variance of a layer's features."""
+    if positive_slope == negative_slope == 0.0:
+        raise ValueError("negative_slope and positive_slope must not both be 0: nothing would pass, got 0.0 and 0.0")
     return 2.0 / (positive_slope**2 + negative_slope**2)
 
 

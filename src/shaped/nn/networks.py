@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.nn.functional import attention_matrix, he_constant, layer_norm, shaped_relu
+from shaped.nn.functional import attention_matrix, he_constant, layer_norm, logit_bias, shaped_relu
 
 X = Float[Tensor, "*batch m n"]
 
@@ -24,9 +24,7 @@ class RandomAttention(nn.Module):
     ):
         super().__init__()
         self.heads, self.tau, self.gamma1, self.gamma2 = heads, tau, gamma1, gamma2
-        self.causal = isinstance(mask, str)
-        self.bias: Tensor | None
-        self.register_buffer("bias", None if isinstance(mask, str) else mask)
+        self.mask = mask
         self.query, self.key = weights(n, heads * n_k, **how), weights(n, heads * n_k, **how)
         self.value = weights(n, n, **how)
         self.output = weights(n, n, **how) if project else None
@@ -36,11 +34,7 @@ class RandomAttention(nn.Module):
         query, key, value = (
             (x @ weight * scale).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for weight in (self.query, self.key, self.value)
         )
-        m = x.shape[-2]
-        bias = x.new_zeros(m, m) if self.bias is None else self.bias.to(x)
-        if self.causal:
-            bias = bias.masked_fill(~torch.ones_like(bias).tril().bool(), -math.inf)
-        A = attention_matrix(query @ key.mT / self.tau, bias, self.gamma1, self.gamma2)
+        A = attention_matrix(query @ key.mT / self.tau, logit_bias(self.mask, x.shape[-2], x), self.gamma1, self.gamma2)
         mixed = (A @ value).transpose(-2, -3).flatten(-2)
         return mixed if self.output is None else mixed @ self.output * scale
 

@@ -1,0 +1,54 @@
+"""Checks of arguments: a ValueError in one line, with the argument's name, what would be right, and what it got."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+HUGE = 1e100  # beyond it squares leave the float range
+
+
+def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """The value as an int, at least `least`. Booleans are not numbers here."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
+    return number
+
+
+def in_range(name: str, value: Any, low: float, high: float) -> float:
+    """The value as a float in [low, high]."""
+    if not low <= _float(name, value) <= high:
+        raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value}")
+    return float(value)
+
+
+def positive(name: str, value: Any) -> float:
+    if not 1.0 / HUGE <= _float(name, value) <= HUGE:
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    return float(value)
+
+
+def finite(name: str, value: Any) -> float:
+    if not abs(_float(name, value)) <= HUGE:
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def _float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+
+
+def is_whole(value: Any) -> bool:
+    return not isinstance(value, bool) and hasattr(value, "__index__") and not math.isnan(value)
