@@ -6,6 +6,7 @@ import math
 import time
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from functools import cache
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from shaped.figures.blocks import BlockSettings
 from shaped.finite import propagate
 from shaped.layers.base import Sizes
 from shaped.limit import solve
+from shaped.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,18 +65,23 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
         layer.check_sizes(Sizes(n))
     depths = {n: max(1, round(T * n)) for n in settings.widths}
     began = time.perf_counter()
-    limit = solve(
-        layer,
-        V0,
-        T=T,
-        steps=max(1, round(T / settings.step)),
-        samples=2 * settings.samples,
-        seed=settings.seed,
-        record="last",
-        upper=settings.upper,
-        executor=executor,
-        progress=progress,
-    )
+
+    @cache
+    def limit(t: float) -> Trajectory:
+        """The SDE at the time that a network's whole number of layers amounts to."""
+        return solve(
+            layer,
+            V0,
+            T=t,
+            steps=max(1, round(t / settings.step)),
+            samples=2 * settings.samples,
+            seed=settings.seed,
+            record="last",
+            upper=settings.upper,
+            executor=executor,
+            progress=progress,
+        )
+
     rows = []
     for n in settings.widths:
         network = propagate(
@@ -91,7 +98,7 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
             progress=progress,
         )
         pair = None if settings.mask is None else (0, 1)  # tokens are exchangeable unless a mask tells them apart
-        found = compare(limit, network, statistics=STATISTICS, pair=pair, resamples=100, seed=settings.seed)
+        found = compare(limit(depths[n] / n), network, statistics=STATISTICS, pair=pair, resamples=100, seed=settings.seed)
         distances = {name: {"ks": asdict(found.ks[name]), "wasserstein": asdict(found.wasserstein[name])} for name in found.ks}
         rows.append({"width": n, "depth": depths[n], "samples": settings.networks(n), "distances": distances})
     return {
