@@ -5,15 +5,32 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def examples(text: str) -> tuple[str, str]:
+    """All Python examples of a page, in order, and what it says they print."""
+    found = re.findall(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", text, re.DOTALL)
+    code, shown = ("".join(parts) for parts in zip(*found, strict=True))
+    return code, shown
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_the_examples_print_what_is_shown():
-    examples = re.findall(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", README, re.DOTALL)
-    code, shown = ("".join(parts) for parts in zip(*examples, strict=True))
+    code, shown = examples(README)
     assert "propagate" in code
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == shown
+    assert "shaped_attention" in code
+    assert run(code) == shown
+
+
+def test_the_modules_page_runs():
+    code, shown = examples((ROOT / "docs" / "modules.md").read_text())
+    assert "Recover" in code
+    assert run(code) == shown
 
 
 def test_every_option_in_the_readme_exists():
