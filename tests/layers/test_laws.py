@@ -92,7 +92,7 @@ def test_the_drift_is_the_limits(name):
     layer, V, n = SHAPED[name], random_covariance(M, generator(56)), 64
     assert isinstance(layer, ResidualLayer)
     b = vech(layer.drift(V))
-    count = 1_000_000 if name == "feed-forward" else 400_000
+    count = {"feed-forward": 1_000_000, "heads": 300_000, "heads, projected": 300_000}.get(name, 800_000)
     once, twice, four = (drift_samples(layer, V, k * n, count).double() for k in (1, 2, 4))
     means, errors = [x.mean(0) for x in (once, twice, four)], [x.std(0) / len(x) ** 0.5 for x in (once, twice, four)]
     C = 20.0 * b.abs().max()
@@ -103,11 +103,11 @@ def test_the_drift_is_the_limits(name):
     uncertain = (errors[0] ** 2 / 4 + (1.5 * errors[1]) ** 2 + errors[2] ** 2).sqrt()
     assert ((next_change - change / 2).abs() < 5 * uncertain + 0.35 * change.abs().max()).all()
     extrapolated = (2 * means[2] - means[1], (4 * errors[2] ** 2 + errors[1] ** 2).sqrt())
-    assert ((extrapolated[0] - b).abs() < 5 * extrapolated[1] + 0.01 * b.abs().max()).all()
+    assert ((extrapolated[0] - b).abs() < 5 * extrapolated[1] + 0.006 * b.abs().max()).all()
     if name == "heads, projected":
         return  # the values' Gram matrix adds noise that no pairing takes out: 5 % would need ten times the samples
     for wrong in (0.95, 1.05):
-        assert not ((extrapolated[0] - wrong * b).abs() < 5 * extrapolated[1] + 0.01 * b.abs().max()).all()
+        assert not ((extrapolated[0] - wrong * b).abs() < 5 * extrapolated[1] + 0.006 * b.abs().max()).all()
 
 
 @pytest.mark.parametrize(

@@ -214,3 +214,61 @@ def test_running_mean(m):
     assert torch.allclose(running_mean(v, v.dtype), exact, rtol=1e-12, atol=1e-13)
     half = running_mean(v.bfloat16(), torch.float32)
     assert (half.double() - exact).abs().max() < 0.02
+
+
+def test_places_for_the_whole_batch():
+    q, k, v, *_ = inputs(HEADS, 2, 3)
+    places = torch.tensor([1, 2, 3])
+    assert torch.equal(shaped_attention(q, k, v, positions=places), shaped_attention(q, k, v, positions=places[None]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths_may_vary_after_compilation_and_export(causal):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return shaped_attention(q, k, v, is_causal=causal)
+
+    compiled = torch.compile(Module(), fullgraph=True, dynamic=True, backend="aot_eager")
+    length = torch.export.Dim("length", min=2, max=1000)
+    example = tuple(torch.randn(1, 2, 70, 4) for _ in range(3))
+    exported = torch.export.export(Module(), example, dynamic_shapes=({2: length},) * 3).module()
+    for m in (70, 100, 30):
+        given = [torch.randn(1, 2, m, 4, generator=generator(m)) for _ in range(3)]
+        eager = Module()(*given)
+        assert torch.allclose(compiled(*given), eager, atol=1e-5)
+        assert torch.allclose(exported(*given), eager, atol=1e-5)
+
+
+def test_half_precision_does_not_overflow():
+    v = torch.full((1, 1, 2048, 8), 40.0).half()
+    mask = torch.ones(1, 1, 1, 2048, dtype=torch.bool)
+    assert (shaped_attention(0 * v, 0 * v, v, attn_mask=mask) - 40.0).abs().max() < 0.1
+    large = torch.full((1, 1, 200, 4), 1100.0).half()
+    assert (running_mean(large, torch.float32) - 1100.0).abs().max() <= 1.0
+
+
+def test_the_future_does_not_reach_back():
+    v = torch.ones(1, 1, 128, 1)
+    v[..., 127, :] = 1e10
+    assert torch.allclose(running_mean(v, v.dtype)[..., :127, :], torch.ones(1, 1, 127, 1))
+
+
+def test_a_single_precision_bias_under_autocast():
+    q, k, v, *_ = (x.detach().float() for x in inputs(HEADS, 2, K))
+    with torch.autocast("cpu", torch.bfloat16):
+        for gain in (0.0, 1.0):
+            out = shaped_attention(q, k, v.bfloat16(), attn_mask=torch.zeros(K, K), gamma1=gain, gamma2=gain)
+            assert out.dtype == torch.bfloat16
+
+
+def test_gains_and_dropout_are_checked():
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"gamma1": torch.ones(4)}, "gamma1"),
+        ({"gamma2": torch.ones(5, 1, 1, 1)}, "gamma2"),
+        ({"positions": torch.zeros(5, K, dtype=torch.long)}, "positions"),
+        ({"positions": torch.ones(K, dtype=torch.bool)}, "positions"),
+        ({"dropout_p": 2.0}, "dropout_p"),
+    ]
+    for arguments, word in wrong:
+        with pytest.raises(ValueError, match=word):
+            shaped_attention(Q4, Q4, Q4, **arguments)

@@ -103,6 +103,11 @@ def test_recover_ends_at_the_plain_network():
         plain = block.lam_attention * plain + block.gamma_attention * a.output(mixed.transpose(1, 2).flatten(-2))
         plain = block.lam_feedforward * plain + block.gamma_feedforward * f.post(torch.relu(f.pre(plain)))
     assert torch.equal(encoder(X), plain)
+    nothing = torch.zeros(1, 3, N, requires_grad=True)  # where a ReLU's two slopes meet
+    block = encoder.blocks[0]
+    assert isinstance(block, ShapedTransformerBlock)
+    (gradient,) = torch.autograd.grad(block.feedforward(nothing).sum(), nothing)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +124,14 @@ def test_what_is_trained(schedule, train, trained):
     other.load_state_dict(saved)
     X = torch.randn(2, 5, N)
     assert torch.equal(encoder(X), other(X))
+
+
+def test_a_schedule_does_not_touch_what_another_trains():
+    with pytest.raises(ValueError, match="schedule"):
+        Recover(10).apply(ShapedEncoder(1, N, HEADS, gamma=0.2, schedule=Learn()), 5)
+    encoder = ShapedEncoder(1, N, HEADS, gamma=0, fold=False)
+    encoder.register_parameter("logit_scale", torch.nn.Parameter(torch.tensor(1.0)))
+    assert len(gains(encoder)) == 4  # and not the parameter of somebody else
 
 
 def test_decoders_do_not_look_ahead_and_padding_changes_nothing():
@@ -166,6 +179,9 @@ def test_a_small_encoder_learns(schedule):
         (lambda: ShapedSelfAttention(8, 2, tau0=0.0), ["tau0", "0.0"]),
         (lambda: ShapedSelfAttention(8, 2, key_width=0), ["key_width", "0"]),
         (lambda: ShapedFeedForwardBlock(8, 0), ["hidden", "0"]),
+        (lambda: ShapedFeedForwardBlock(8, c_minus=math.nan), ["c_minus", "nan"]),
+        (lambda: ShapedSelfAttention(0, 1), ["width", "0"]),
+        (lambda: ShapedSelfAttention(8, 2, dropout=2.0), ["dropout", "2.0"]),
         (lambda: ShapedEncoder(0, 8, 2, gamma=0.5), ["depth", "0"]),
         (lambda: ShapedEncoder(1, 8, 2, gamma=1.5), ["gamma", "1.5"]),
     ],

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from shaped.checks import in_range
+
 Gain = float | Tensor
 
 
@@ -32,26 +34,31 @@ def shaped_attention(
         q: queries, [..., heads, Q, E].
         k, v: keys and values, [..., key heads, K, E]; the number of key heads must divide that of heads (grouped queries), and K may be
             larger than Q (a cache): the queries then are the last Q of the K tokens, unless `positions` says otherwise.
-        gamma1, gamma2: weights of identity and centring: numbers, or tensors that broadcast with [heads, Q, E] and may require gradients.
+        gamma1, gamma2: weights of identity and centring: numbers, or tensors that broadcast with [heads, Q, E], such as [heads, 1, 1], and
+            may require gradients.
         scale: factor of the logits; 1/sqrt(E) by default. The paper's further 1/sqrt(n) is in the initial weights (`shaped.nn`).
         is_causal: a query sees the keys up to its own place.
         attn_mask: booleans (True: attend) or a bias on the logits, to broadcast with [..., heads, Q, K]. Key padding is [batch, 1, 1, K]. A
             query that may attend to nothing gets 0, not even its own value.
-        positions: each query's place among the keys, [Q] or [batch, Q], where the queries are not the last tokens (a static cache).
+        positions: each query's place among the keys, [Q], [1, Q] or [batch, Q], where the queries are not the last tokens (a static cache).
         dropout_p: dropout of the softmax alone; identity and centring are not dropped.
     """
-    _check(q, k, v, attn_mask, positions, gamma1, gamma2)
+    q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
+    _check(q, k, v, attn_mask, positions, gamma1, gamma2, dropout_p)
     Q, K, heads = q.shape[-2], k.shape[-2], q.shape[-3]
+    if positions is not None and positions.ndim == 2:
+        positions = positions.expand(q.shape[0], -1)
     aligned = positions is None and Q == K
     if is_causal and (attn_mask is not None or not aligned) and not (attn_mask is None and positions is None and Q == 1):
         # The fused kernels' own causal mask starts at the first key, whatever the queries' places, and takes no other mask beside it.
         attn_mask = _with_causal(attn_mask, _places(q, K, positions), K)
-    causal = is_causal and aligned and attn_mask is None
+    causal = bool(is_causal and aligned and attn_mask is None)
+    grouped = True if heads > k.shape[-3] else False  # noqa: SIM210 (under a compiler the comparison is symbolic, and the kernel wants a bool)
     some = None
     if attn_mask is not None:
         attn_mask, some = _attending(attn_mask)
     attended = scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=heads > k.shape[-3]
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
     )
     if not (_is_zero(gamma1) and _is_zero(gamma2)):
         own, resting = own_values(v, Q, positions), resting_values(q, v, attn_mask, causal)
@@ -75,8 +82,7 @@ def resting_values(q: Tensor, v: Tensor, attn_mask: Tensor | None, causal: bool)
         return running_mean(v, sums) if causal else v.mean(-2, keepdim=True, dtype=sums).to(v.dtype)
     by_head = attn_mask.ndim >= 3 and attn_mask.shape[-3] > 1
     if attn_mask.dtype == torch.bool and not by_head and attn_mask.shape[-2] == 1:
-        weights = attn_mask.to(v.dtype)
-        return ((weights @ v).to(sums) / attn_mask.sum(-1, keepdim=True)).to(v.dtype)
+        return (attn_mask.to(sums) / attn_mask.sum(-1, keepdim=True)).to(v.dtype) @ v
     heads = q.shape[-3] if by_head else v.shape[-3]
     no_query = v.new_zeros(*v.shape[:-3], heads, q.shape[-2], q.shape[-1])
     no_key = v.new_zeros(*v.shape[:-1], q.shape[-1])
@@ -90,12 +96,15 @@ def running_mean(v: Tensor, sums: torch.dtype, block: int = 64) -> Tensor:
     several times slower on a GPU); sums of whole blocks are few.
     """
     m = v.shape[-2]
+    if torch.compiler.is_exporting():  # cutting into blocks would fix the length of the exported program
+        return (v.cumsum(-2, dtype=sums) / torch.arange(1, m + 1, device=v.device, dtype=sums)[:, None]).to(v.dtype)
     blocks = torch.nn.functional.pad(v, (0, 0, 0, -m % block)).unflatten(-2, (-1, block))
-    within = v.new_ones(block, block).tril() @ blocks
-    whole = blocks.sum(-2, keepdim=True, dtype=sums)
-    before = whole.cumsum(-3) - whole
+    # Means over `block` in place of sums, which would leave the range of float16.
+    within = (v.new_ones(block, block).tril() / block) @ blocks
+    whole = blocks.mean(-2, keepdim=True, dtype=sums)
+    before = torch.nn.functional.pad(whole.cumsum(-3), (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
     counts = torch.arange(1, blocks.shape[-3] * block + 1, device=v.device, dtype=sums).view(-1, block, 1)
-    return ((within + before) / counts).to(v.dtype).flatten(-3, -2)[..., :m, :]
+    return ((within + before) * (block / counts)).to(v.dtype).flatten(-3, -2)[..., :m, :]
 
 
 def _plus(x: Tensor, gamma: Gain, values: Tensor, sign: int = 1) -> Tensor:
@@ -130,12 +139,32 @@ def _attending(mask: Tensor) -> tuple[Tensor, Tensor]:
     return (mask | ~some if mask.dtype == torch.bool else mask.masked_fill(~some, 0.0)), some
 
 
+def _autocast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The arguments as autocast would hand them to the fused kernel."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind):
+        return q, k, v, mask
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return q, k, v, mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+
+
 def _is_zero(gamma: Gain) -> bool:
     return not isinstance(gamma, Tensor) and gamma == 0.0
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None, gamma1: Gain, gamma2: Gain) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    gamma1: Gain,
+    gamma2: Gain,
+    dropout_p: float,
+) -> None:
     """Raises a ValueError that names the argument."""
+    in_range("dropout_p", dropout_p, 0.0, 1.0)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3:
             raise ValueError(f"{name} must be [..., heads, tokens, features], got shape {tuple(x.shape)}")
@@ -149,13 +178,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tens
         raise ValueError(f"k must have the batch of q, {tuple(q.shape[:-3])}, got {tuple(k.shape[:-3])}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k must have the features of q, {q.shape[-1]}, got {k.shape[-1]}")
-    if q.shape[-3] % k.shape[-3]:
+    if k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]:
         raise ValueError(f"k must have a number of heads that divides that of q, {q.shape[-3]}, got {k.shape[-3]}")
     Q, K = q.shape[-2], k.shape[-2]
     if positions is None and Q > K:
         raise ValueError(f"q must have no more tokens than k, {K}, unless positions are given, got {Q}")
-    if positions is not None and (positions.ndim not in (1, 2) or positions.shape[-1] != Q or positions.dtype.is_floating_point):
-        raise ValueError(f"positions must be whole numbers, [{Q}] or [batch, {Q}], got {positions.dtype} of shape {tuple(positions.shape)}")
+    if positions is not None:
+        fits = positions.ndim == 1 or (positions.ndim == 2 and q.ndim == 4 and positions.shape[0] in (1, q.shape[0]))
+        if not fits or positions.shape[-1] != Q or positions.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"positions must be whole numbers, [{Q}] or [batch, {Q}], got {positions.dtype}, {tuple(positions.shape)}")
+        if positions.device != q.device:
+            raise ValueError(f"positions must be on the device of q, {q.device}, got {positions.device}")
     if mask is not None:
         wanted = (*q.shape[:-1], K)
         fits = 2 <= mask.ndim <= len(wanted) and all(m in (1, w) for m, w in zip(mask.shape[::-1], wanted[::-1], strict=False))
@@ -165,6 +198,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tens
             raise ValueError(f"attn_mask must be on the device of q, {q.device}, got {mask.device}")
         if mask.dtype not in (torch.bool, q.dtype):
             raise ValueError(f"attn_mask must be boolean or of the dtype of q, {q.dtype}, got {mask.dtype}")
+    wanted = (*q.shape[:-1], v.shape[-1])
     for name, gamma in (("gamma1", gamma1), ("gamma2", gamma2)):
-        if isinstance(gamma, Tensor) and gamma.device != q.device and gamma.ndim:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {gamma.device}")
+        if isinstance(gamma, Tensor):
+            if gamma.device != q.device and gamma.ndim:
+                raise ValueError(f"{name} must be on the device of q, {q.device}, got {gamma.device}")
+            if gamma.ndim > len(wanted) or any(g not in (1, w) for g, w in zip(gamma.shape[::-1], wanted[::-1], strict=False)):
+                raise ValueError(f"{name} must broadcast into the output, {list(wanted)}, such as [heads, 1, 1], got {list(gamma.shape)}")

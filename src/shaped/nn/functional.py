@@ -37,7 +37,7 @@ def attention_matrix(
 def shaped_relu(x: Tensor, negative_slope: float | Tensor, positive_slope: float | Tensor = 1.0) -> Tensor:
     r"""$\sigma_s(x) = s_+ \max(x, 0) + s_- \min(x, 0)$ (Eq. resnet)."""
     if isinstance(negative_slope, Tensor) or isinstance(positive_slope, Tensor):
-        return positive_slope * x.clamp(min=0.0) + negative_slope * x.clamp(max=0.0)
+        return torch.where(x > 0, positive_slope * x, negative_slope * x)
     if positive_slope == 1.0:
         return torch.nn.functional.leaky_relu(x, negative_slope)
     if positive_slope == 0.0:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from shaped.checks import finite, in_range, positive, whole_number
 from shaped.nn.functional import he_constant, shaped_attention, shaped_relu
 from shaped.nn.schedules import Fixed, Schedule, Shapeable
 
@@ -32,6 +33,9 @@ class ShapedSelfAttention(Shapeable):
         schedule: gamma1 and gamma2 are parameters if it learns them, buffers else.
     """
 
+    gamma1: Tensor
+    gamma2: Tensor
+
     def __init__(
         self,
         width: int,
@@ -45,21 +49,20 @@ class ShapedSelfAttention(Shapeable):
         schedule: Schedule | None = None,
     ):
         super().__init__()
-        if heads < 1 or width % heads:
-            raise ValueError(f"heads must be at least 1 and divide the width, {width}, got {heads}")
-        if not 0.0 < tau0 < math.inf:
-            raise ValueError(f"tau0 must be positive and finite, got {tau0}")
-        if key_width is not None and key_width < 1:
-            raise ValueError(f"key_width must be at least 1, got {key_width}")
-        key_width = key_width or width // heads
+        whole_number("width", width)
+        if whole_number("heads", heads) and width % heads:
+            raise ValueError(f"heads must divide the width, {width}, got {heads}")
+        positive("tau0", tau0)
+        in_range("dropout", dropout, 0.0, 1.0)
+        key_width = width // heads if key_width is None else whole_number("key_width", key_width)
         self.heads, self.causal, self.dropout = heads, causal, dropout
         extra = tau0 * math.sqrt(width)
         self.scale = key_width**-0.5 if fold else key_width**-0.5 / extra
         std = (width * extra) ** -0.5 if fold else width**-0.5
         self.query, self.key = (_linear(width, heads * key_width, std) for _ in range(2))
         self.value, self.output = (_linear(width, width, width**-0.5) for _ in range(2))
-        learns = (schedule or Fixed()).learns
-        self.gamma1, self.gamma2 = (_gain(self, name, 1.0, learns) for name in ("gamma1", "gamma2"))
+        for name in ("gamma1", "gamma2"):
+            _gain(self, name, 1.0, (schedule or Fixed()).learns)
 
     def forward(self, x: Tokens, attn_mask: Tensor | None = None) -> Tokens:
         """`attn_mask` as in `shaped_attention`: key padding is [batch, 1, 1, m], True where a token may be attended to."""
@@ -77,13 +80,16 @@ class ShapedSelfAttention(Shapeable):
         )
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
+    def shaping(self) -> tuple[Tensor, ...]:
+        return self.gamma1, self.gamma2
+
     def set_shaping(self, share: float) -> None:
         self.gamma1.fill_(share)
         self.gamma2.fill_(share)
 
 
 class ShapedFeedForwardBlock(Shapeable):
-    r"""$\sigma_s(X W^{\text{pre}})\,W^{\text{post}}$ with $\sigma_s$ of slopes 1 and $s_- = 1 - c/\sqrt{n}$ at the start (Eq. resnet).
+    r"""$\sigma_s(X W^{\text{pre}})\,W^{\text{post}}$ with $\sigma_s$ of slopes 1 and, at the start, $s_- = 1 + c_-/\sqrt{n}$ (Eq. resnet).
 
     Args:
         width, hidden: n and the width inside; 4·width by default.
@@ -91,18 +97,24 @@ class ShapedFeedForwardBlock(Shapeable):
         schedule: the negative slope is a parameter if it learns it, a buffer else.
     """
 
+    slope: Tensor
+
     def __init__(self, width: int, hidden: int | None = None, *, c_minus: float = -1.0, schedule: Schedule | None = None):
         super().__init__()
         hidden = 4 * width if hidden is None else hidden
-        if min(width, hidden) < 1:
-            raise ValueError(f"width and hidden must be at least 1, got {width} and {hidden}")
+        whole_number("width", width)
+        whole_number("hidden", hidden)
+        finite("c_minus", c_minus)
         self.start = 1.0 + c_minus / math.sqrt(width)
         self.pre = _linear(width, hidden, width**-0.5)
         self.post = _linear(hidden, width, math.sqrt(he_constant(self.start) / hidden))
-        self.slope = _gain(self, "slope", self.start, (schedule or Fixed()).learns)
+        _gain(self, "slope", self.start, (schedule or Fixed()).learns)
 
     def forward(self, x: Tokens) -> Tokens:
         return self.post(shaped_relu(self.pre(x), self.slope))
+
+    def shaping(self) -> tuple[Tensor, ...]:
+        return (self.slope,)
 
     def set_shaping(self, share: float) -> None:
         self.slope.fill_(share * self.start)
@@ -115,16 +127,19 @@ class ShapedTransformerBlock(nn.Module):
     at $\sqrt{1-\gamma^2}$.
     """
 
+    lam_attention: Tensor
+    gamma_attention: Tensor
+    lam_feedforward: Tensor
+    gamma_feedforward: Tensor
+
     def __init__(self, attention: ShapedSelfAttention, feedforward: ShapedFeedForwardBlock, gamma: float, train_gains: bool = True):
         super().__init__()
-        if not 0.0 <= gamma <= 1.0:
-            raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
+        in_range("gamma", gamma, 0.0, 1.0)
         self.attention, self.feedforward = attention, feedforward
         lam = math.sqrt(1.0 - gamma**2)
-        starts = {"lam_attention": lam, "gamma_attention": gamma, "lam_feedforward": lam, "gamma_feedforward": gamma}
-        self.lam_attention, self.gamma_attention, self.lam_feedforward, self.gamma_feedforward = (
-            _gain(self, name, start, train_gains) for name, start in starts.items()
-        )
+        for branch in ("attention", "feedforward"):
+            _gain(self, f"lam_{branch}", lam, train_gains)
+            _gain(self, f"gamma_{branch}", gamma, train_gains)
 
     def forward(self, x: Tokens, attn_mask: Tensor | None = None) -> Tokens:
         x = self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask)
@@ -146,17 +161,17 @@ class ShapedEncoder(nn.Module):
         hidden: int | None = None,
         tau0: float = 1.0,
         c_minus: float = -1.0,
+        fold: bool = True,
         dropout: float = 0.0,
         train_gains: bool = True,
         schedule: Schedule | None = None,
     ):
         super().__init__()
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}")
+        whole_number("depth", depth)
         self.schedule = schedule or Fixed()
 
         def block() -> ShapedTransformerBlock:
-            attention = ShapedSelfAttention(width, heads, tau0=tau0, causal=self.causal, dropout=dropout, schedule=self.schedule)
+            attention = ShapedSelfAttention(width, heads, tau0=tau0, causal=self.causal, fold=fold, dropout=dropout, schedule=self.schedule)
             feedforward = ShapedFeedForwardBlock(width, hidden, c_minus=c_minus, schedule=self.schedule)
             return ShapedTransformerBlock(attention, feedforward, gamma, train_gains)
 
@@ -176,7 +191,8 @@ class ShapedDecoder(ShapedEncoder):
 
 def gains(model: nn.Module) -> list[nn.Parameter]:
     """The trained scalars of a shaped model (lambda, gamma, gamma1, gamma2, negative slopes): keep them out of weight decay."""
-    return [parameter for parameter in model.parameters() if parameter.ndim == 0]
+    owners = (ShapedSelfAttention, ShapedFeedForwardBlock, ShapedTransformerBlock)
+    return [gain for module in model.modules() if isinstance(module, owners) for gain in module.parameters(recurse=False)]
 
 
 def _linear(rows: int, columns: int, std: float) -> nn.Linear:
@@ -185,11 +201,10 @@ def _linear(rows: int, columns: int, std: float) -> nn.Linear:
     return layer
 
 
-def _gain(module: nn.Module, name: str, start: float, trained: bool) -> Tensor:
-    """A scalar of the module: a parameter if it is trained, else a buffer, saved with the weights either way."""
-    value = torch.tensor(start)
+def _gain(module: nn.Module, name: str, start: float, trained: bool) -> None:
+    """Gives the module a scalar: a parameter if it is trained, else a buffer, saved with the weights either way."""
+    value = torch.tensor(float(start))
     if trained:
         module.register_parameter(name, nn.Parameter(value))
     else:
         module.register_buffer(name, value)
-    return getattr(module, name)

@@ -6,14 +6,21 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
+
+from shaped.checks import whole_number
 
 
-class Shapeable(nn.Module):
+class Shapeable(nn.Module, ABC):
     """A module whose activation or attention is shaped: 1 is the theory's shape, 0 the plain softmax or ReLU."""
 
+    @abstractmethod
+    def shaping(self) -> tuple[Tensor, ...]:
+        """The gains that are the shaping."""
+
+    @abstractmethod
     def set_shaping(self, share: float) -> None:
-        raise TypeError(f"{type(self).__name__} does not say what its shaping is")
+        """Sets them to a share of what they were at the start."""
 
 
 class Schedule(ABC):
@@ -27,10 +34,12 @@ class Schedule(ABC):
         """The share of the initial shaping that is left at a step."""
 
     def apply(self, model: nn.Module, step: int) -> None:
-        """Sets the shaping of every module of the model for this step. Nothing to do for what is trained."""
+        """Sets the shaping of every module of the model for this step, before its forward pass. What is trained is left alone."""
         if not self.learns:
             for module in model.modules():
                 if isinstance(module, Shapeable):
+                    if any(gain.requires_grad for gain in module.shaping()):
+                        raise ValueError(f"schedule must be the one that the model was made with, which trains its shaping, got {self!r}")
                     module.set_shaping(self.share(step))
 
 
@@ -62,8 +71,7 @@ class Recover(Schedule):
     learns: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        whole_number("steps", self.steps)
 
     def share(self, step: int) -> float:
-        return max(0.0, 1.0 - step / self.steps)
+        return min(1.0, max(0.0, 1.0 - step / self.steps))
