@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shaped
+from refusals import refused
 from shaped.workers import LocalWorkers
 
 EYE = torch.eye(3, dtype=torch.float64)
@@ -104,12 +105,8 @@ PATHS = propagate(samples=4)
     ],
 )
 def test_wrong_input_is_named(call, words):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words are checked below)
+    with refused(*words):
         call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
 
 
 WITHOUT_TYPE_CHECKS = """

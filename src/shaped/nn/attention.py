@@ -53,7 +53,9 @@ def shaped_attention(
         # The fused kernels' own causal mask starts at the first key, whatever the queries' places, and takes no other mask beside it.
         attn_mask = _with_causal(attn_mask, _places(q, K, positions), K)
     causal = bool(is_causal and aligned and attn_mask is None)
-    grouped = True if heads > k.shape[-3] else False  # noqa: SIM210 (under a compiler the comparison is symbolic, and the kernel wants a bool)
+    grouped = False
+    if heads > k.shape[-3]:  # under a compiler the comparison is symbolic, but the kernel wants a bool
+        grouped = True
     some = None
     if attn_mask is not None:
         attn_mask, some = _attending(attn_mask)
