@@ -22,8 +22,9 @@ def generator(literal: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed(literal))
 
 
-def random_covariance(m: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Tensor:
-    X = torch.randn(*batch, m, m + 2, generator=generator, dtype=torch.float64)
+def random_covariance(m: int, number: int, batch: tuple[int, ...] = ()) -> Tensor:
+    """A matrix to test at, the same for the same number also when seeds are unlocked: what a test allows is declared for this matrix."""
+    X = torch.randn(*batch, m, m + 2, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
     return X @ X.mT / (m + 2)
 
 

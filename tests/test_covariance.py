@@ -27,7 +27,7 @@ def test_vech_is_the_upper_triangle_row_by_row():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_factor(m, dtype):
     eps = torch.finfo(dtype).eps
-    full = random_covariance(m, generator(m), (5,)).to(dtype)
+    full = random_covariance(m, m, (5,)).to(dtype)
     thin = torch.randn(5, m, 1, generator=generator(m), dtype=torch.float64).to(dtype)
     scales = 10.0 ** torch.arange(m, dtype=torch.float64).to(dtype)
     for V in (full, batch_innermost(full), thin @ thin.mT, torch.ones(5, m, m, dtype=dtype), full * scales * scales[:, None]):

@@ -33,7 +33,7 @@ def layer(request):
 
 
 def test_noise_has_covariance_sigma(layer):
-    V, g = random_covariance(M, generator(5)), generator(6)
+    V, g = random_covariance(M, 5), generator(6)
     draws = [vech(layer.noise(V.expand(125_000, M, M), g)) for _ in range(8)]
     samples = torch.cat(draws)
     assert len(samples) == 1_000_000
@@ -42,7 +42,7 @@ def test_noise_has_covariance_sigma(layer):
 
 
 def test_noise_is_symmetric_and_reproducible(layer):
-    V = random_covariance(M, generator(7), (5,))
+    V = random_covariance(M, 7, (5,))
     one, two = (layer.noise(V, torch.Generator().manual_seed(3)) for _ in range(2))
     assert torch.equal(one, two)
     assert torch.equal(one, one.mT)
@@ -50,12 +50,12 @@ def test_noise_is_symmetric_and_reproducible(layer):
 
 def test_sigma_is_positive_semidefinite(layer):
     for m in range(2, 7) if layer is not LAYERS["biased"] else [M]:
-        eigenvalues = torch.linalg.eigvalsh(layer.Sigma(random_covariance(m, generator(m), (8,))))
+        eigenvalues = torch.linalg.eigvalsh(layer.Sigma(random_covariance(m, m, (8,))))
         assert (eigenvalues[:, 0] >= -1e-12 * eigenvalues[:, -1]).all()
 
 
 def test_batches_are_single_matrices(layer):
-    V = random_covariance(M, generator(8), (2, 3))
+    V = random_covariance(M, 8, (2, 3))
     for of in (layer.drift, layer.Sigma):
         whole = of(V)
         assert whole.shape[:2] == (2, 3)
@@ -66,7 +66,7 @@ def test_batches_are_single_matrices(layer):
 @pytest.mark.parametrize("m", [2, 5, 9])
 def test_permuting_the_tokens_permutes_the_limit(name, m):
     layer, g = LAYERS[name], generator(9)
-    V, order = random_covariance(m, g), torch.randperm(m, generator=g)
+    V, order = random_covariance(m, 9), torch.randperm(m, generator=g)
     shuffled = V[order][:, order]
     assert torch.allclose(layer.drift(shuffled), layer.drift(V)[order][:, order], rtol=1e-12, atol=1e-14)
     rows, columns = torch.triu_indices(m, m)
@@ -102,7 +102,7 @@ def step_moments(terms, V, h=0.02):
 
 def test_a_small_step_has_the_limits_moments(layer):
     """E[V'] = V + h b + O(h²) and Cov[V'] = h Sigma + O(h²): what weak order 1 rests on."""
-    V = random_covariance(M, generator(11))
+    V = random_covariance(M, 11)
     drift, covariance = step_moments(layer.terms, V)
     Sigma = layer.Sigma(V)
     left = 10 * 0.02**2 * Sigma.max().item()  # O(h²)
@@ -114,7 +114,7 @@ def test_a_small_step_has_the_limits_moments(layer):
 
 @pytest.mark.parametrize("name", ["attention", "biased", "heads, projected"])
 def test_the_logits_step_rejects_a_drift_five_percent_off(name):
-    V, term = random_covariance(M, generator(11)), LAYERS[name].terms[1]
+    V, term = random_covariance(M, 11), LAYERS[name].terms[1]
     drift, _ = step_moments([term], V)
     assert_mean(drift, vech(term.drift(V)), bias=2e-3)
     with pytest.raises(AssertionError):
@@ -123,7 +123,7 @@ def test_the_logits_step_rejects_a_drift_five_percent_off(name):
 
 def test_the_relu_step_follows_its_flow():
     """No randomness here: the step and its derivative at h = 0 can be compared to all digits."""
-    V, term = random_covariance(M, generator(11)), LAYERS["perceptron"].terms[1]
+    V, term = random_covariance(M, 11), LAYERS["perceptron"].terms[1]
     h, normals = 1e-6, GeneratorNormals(generator(0))
     ahead = term.move(Point(matrix=V), h, normals).V
     assert torch.allclose((ahead - V) / h, term.drift(V), rtol=1e-5, atol=1e-9)
@@ -158,7 +158,7 @@ def test_slopes_that_grow_with_the_root_of_the_step_would_be_of_order_one_half()
 
 def test_drift_and_sigma_of_a_chain_are_the_sums():
     a, b = LAYERS["biased"], LAYERS["feed-forward"]
-    V = random_covariance(M, generator(13), (4,))
+    V = random_covariance(M, 13, (4,))
     for chain in (a >> b, b >> a):
         assert torch.allclose(chain.drift(V), a.drift(V) + b.drift(V), rtol=1e-13, atol=1e-15)
         assert torch.allclose(chain.Sigma(V), a.Sigma(V) + b.Sigma(V), rtol=1e-13, atol=1e-15)
@@ -169,7 +169,7 @@ def test_terms_of_one_kind_are_collected():
     block = LAYERS["attention"] >> LAYERS["feed-forward"] >> LAYERS["attention"] >> LAYERS["perceptron"]
     assert len(block.terms) == 3
     assert len((LAYERS["causal"] >> LAYERS["attention"]).terms) == 3
-    V = random_covariance(M, generator(14))
+    V = random_covariance(M, 14)
     total = sum(layer.drift(V) for layer in block.layers)
     assert torch.allclose(block.drift(V), torch.as_tensor(total), rtol=1e-13, atol=1e-15)
 

@@ -26,7 +26,7 @@ def tokens(V: torch.Tensor, n: int, g: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("name", EVERY)
 def test_one_step_has_the_law_of_explicit_weights(name):
     layer, n, n_k = EVERY[name], 12, 5
-    V, g = random_covariance(M, generator(50)), generator(51)
+    V, g = random_covariance(M, 50), generator(51)
     explicit = torch.empty(6000, M, M, dtype=torch.float64)
     with torch.no_grad():
         for i in range(len(explicit)):
@@ -89,7 +89,7 @@ RESIDUAL = [name for name in SHAPED if isinstance(SHAPED[name], ResidualLayer)]
 @pytest.mark.parametrize("name", RESIDUAL)
 def test_the_drift_is_the_limits(name):
     """n·E[V' - V] → b, with a bias that halves when n doubles; a drift that is 5 % off is rejected."""
-    layer, V, n = SHAPED[name], random_covariance(M, generator(56)), 64
+    layer, V, n = SHAPED[name], random_covariance(M, 56), 64
     assert isinstance(layer, ResidualLayer)
     b = vech(layer.drift(V))
     count = {"feed-forward": 1_000_000, "heads": 300_000, "heads, projected": 300_000}.get(name, 800_000)
@@ -123,7 +123,7 @@ def test_the_drift_of_whole_steps_is_the_limits(layer, samples):
 
     Whole steps are noisy. A perceptron's drift that is 5 % off is still rejected; the Transformer's is the sum of two tested above.
     """
-    V = random_covariance(M, generator(56))
+    V = random_covariance(M, 56)
     b = vech(layer.drift(V))
     means, errors = [], []
     for n in (128, 256):
@@ -142,7 +142,7 @@ def test_the_drift_of_whole_steps_is_the_limits(layer, samples):
 @pytest.mark.parametrize("name", SHAPED)
 def test_the_noise_is_the_limits(name):
     """n·Cov[V'] → Sigma, with a bias C/n; a Sigma that is 5 % off is rejected."""
-    layer, V = SHAPED[name], random_covariance(M, generator(57))
+    layer, V = SHAPED[name], random_covariance(M, 57)
     n = 256 if name == "feed-forward" else 64  # its slopes, 1 ± 4/sqrt(n), are far from 1 at small n
     Sigma = layer.Sigma(V)
 
@@ -194,7 +194,7 @@ def test_layers_without_a_limit_say_why(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_only_the_shaped_layers_updates_shrink_with_the_width(name):
     """What NoLimit says is so: the mean update of V is O(1) there; of a layer with a limit it is O(1/n)."""
-    layer, V = EVERY[name], 2.0 * random_covariance(M, generator(60))
+    layer, V = EVERY[name], 2.0 * random_covariance(M, 60)
     updates = []
     for n in (64, 1024):
         after = shaped.propagate(layer, V, n=n, d=1, samples=20_000, seed=seed(61), record="last").V[-1]
@@ -238,7 +238,7 @@ def test_every_layer_survives_collapse_and_explosion(name):
 
 def test_attention_reads_keys_narrower_than_the_tokens():
     """n_k < m: the logits have rank n_k, drawn without Bartlett's factor."""
-    layer, V = shaped.ShapedAttention(0.9, 0.3), random_covariance(5, generator(63))
+    layer, V = shaped.ShapedAttention(0.9, 0.3), random_covariance(5, 63)
     L = factor(V.expand(1000, 5, 5))
     A = layer.attention(L, Sizes(20, 2), Stream(0, 0, dtype=torch.float64, device=CPU))
     assert A.shape == (1000, 5, 5)
@@ -254,7 +254,7 @@ def test_bartlett_is_the_root_of_a_wishart_matrix():
 
 
 def test_points_keep_their_factor():
-    V = random_covariance(M, generator(65), (2,))
+    V = random_covariance(M, 65, (2,))
     point = Point(root=factor(V))
     assert torch.allclose(point.V, V)
     assert point.L is point.root

@@ -36,7 +36,7 @@ def close(ours: torch.Tensor, theirs: np.ndarray) -> None:
 @pytest.mark.parametrize("kind", ["full", "causal", "alibi", "random"])
 @pytest.mark.parametrize(("heads", "project"), [(1, False), (8, True)])
 def test_attention(m, kind, heads, project):
-    V = random_covariance(m, generator(m))
+    V = random_covariance(m, m)
     P = oracle.resting(bias_for(kind, m).numpy())
     S1, S2 = oracle.logit_moments(V.numpy(), P)
     layer = shaped.ShapedAttention(0.6, 0.7, heads=heads, project=project, mask=mask_for(kind, m))
@@ -49,7 +49,7 @@ def test_attention(m, kind, heads, project):
 
 @pytest.mark.parametrize("m", range(2, 7))
 def test_attention_as_printed_in_the_paper(m):
-    V = random_covariance(m, generator(m))
+    V = random_covariance(m, m)
     P = np.full((m, m), 1 / m)
     S1, S2 = oracle.paper_moments(V.numpy())
     layer = shaped.ShapedAttention(0.6, 0.7)
@@ -59,7 +59,7 @@ def test_attention_as_printed_in_the_paper(m):
 
 @pytest.mark.parametrize("m", range(1, 7))
 def test_feedforward(m):
-    V = random_covariance(m, generator(m))
+    V = random_covariance(m, m)
     b, Sigma = oracle.relu_drift(V.numpy(), 0.3, -1.2), oracle.linear_sigma(V.numpy())
     residual, perceptron = shaped.ShapedFeedForward(0.6, 0.3, -1.2), shaped.ShapedPerceptron(0.3, -1.2)
     assert (residual.drift(V).numpy() - 0.36 * b).__abs__().max() < 1e-14
@@ -71,7 +71,7 @@ def test_feedforward(m):
 
 
 def test_causal_mask_is_the_bias_and_the_booleans():
-    m, V = 5, random_covariance(5, generator(0))
+    m, V = 5, random_covariance(5, 0)
     by_name = shaped.ShapedAttention(0.5, mask="causal")
     for mask in (bias_for("causal", m), torch.ones(m, m).tril().bool()):
         other = shaped.ShapedAttention(0.5, mask=mask)
@@ -81,5 +81,5 @@ def test_causal_mask_is_the_bias_and_the_booleans():
 
 def test_causal_tokens_do_not_see_the_future():
     """The drift of the first tokens is that of the first tokens alone."""
-    V, layer = random_covariance(6, generator(0)), shaped.ShapedAttention(0.5, mask="causal")
+    V, layer = random_covariance(6, 0), shaped.ShapedAttention(0.5, mask="causal")
     assert torch.allclose(layer.drift(V)[:4, :4], layer.drift(V[:4, :4]), rtol=1e-13, atol=1e-15)

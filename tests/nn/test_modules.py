@@ -33,7 +33,7 @@ def tokens(V, g):
 @pytest.mark.parametrize("fold", [False, True])
 def test_a_block_at_initialisation_has_the_theorys_law(causal, fold):
     """One block, hidden width n, against `propagate` of the theory's layers with an output projection."""
-    V, g = random_covariance(M, generator(110)), generator(111)
+    V, g = random_covariance(M, 110), generator(111)
     torch.manual_seed(seed(112))
     drawn = torch.empty(5000, M, M, dtype=torch.float64)
     with torch.no_grad():
