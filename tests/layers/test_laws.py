@@ -75,9 +75,9 @@ def drift_samples(layer: ResidualLayer, V: torch.Tensor, n: int, samples: int) -
     of both signs, which takes out all that is odd in them.
     """
     L = factor(V.expand(samples, M, M))
-    made = []
+    made, same_draws = [], seed(55)
     for source in (Stream, Mirrored):
-        slices = layer.branch(L, Sizes(n), source(seed(55), 0, dtype=V.dtype, device=CPU))
+        slices = layer.branch(L, Sizes(n), source(same_draws, 0, dtype=V.dtype, device=CPU))
         inside = torch.stack([F @ F.mT for F in slices]).mean(0)
         made.append(n * ((layer.shortcut**2 - 1) * V + layer.gamma**2 * inside))
     return vech((made[0] + made[1]) / 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shaped
-from stats import generator, random_covariance
+from stats import random_covariance
 
 
 def bias_for(kind: str, m: int) -> torch.Tensor:
@@ -19,7 +19,7 @@ def bias_for(kind: str, m: int) -> torch.Tensor:
     if kind == "alibi":
         place = torch.arange(m, dtype=torch.float64)
         return -0.5 * (place[:, None] - place).abs()
-    random = torch.randn(m, m, generator=generator(10 * m), dtype=torch.float64)
+    random = torch.randn(m, m, generator=torch.Generator().manual_seed(10 * m), dtype=torch.float64)
     random[0, -1] = -math.inf if m > 1 else 0.0
     return random
 
