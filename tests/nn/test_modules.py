@@ -10,6 +10,7 @@ from refusals import refused
 from shaped.covariance import correlation, gram, vech
 from shaped.nn import (
     Fixed,
+    LayerNormBlock,
     Learn,
     Recover,
     ShapedDecoder,
@@ -18,6 +19,8 @@ from shaped.nn import (
     ShapedSelfAttention,
     ShapedTransformerBlock,
     gains,
+    parameter_groups,
+    vanilla,
 )
 from stats import assert_same_moments, generator, random_covariance, seed
 
@@ -89,7 +92,8 @@ def test_recover_ends_at_the_plain_network():
         encoder.schedule.apply(encoder, step)
         block = encoder.blocks[0]
         assert isinstance(block, ShapedTransformerBlock)
-        shapes.append((block.attention.gamma1.item(), block.attention.gamma2.item(), block.feedforward.slope.item()))
+        assert block.attention.shaping is not None
+        shapes.append(tuple(gain.item() for part in (block.attention.shaping, block.feedforward) for gain in part.scalars()))
     start = 1 - 1 / math.sqrt(N)
     assert shapes[0] == pytest.approx((1.0, 1.0, start))
     assert shapes[1] == pytest.approx((0.5, 0.5, start / 2))
@@ -127,6 +131,53 @@ def test_what_is_trained(schedule, train, trained):
     assert torch.equal(encoder(X), other(X))
 
 
+def test_decay_is_for_matrices():
+    encoder = ShapedEncoder(2, N, HEADS, gamma=0.3, schedule=Learn())
+    matrices, others = parameter_groups(encoder, 0.1)
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert {id(p) for p in others["params"]} == {id(p) for p in gains(encoder)}
+    assert len(matrices["params"]) + len(others["params"]) == len(list(encoder.parameters()))
+    encoder.requires_grad_(False)
+    assert [group["params"] for group in parameter_groups(encoder)] == [[], []]
+
+
+def test_what_recover_leaves_is_exported_as_a_plain_network():
+    torch.manual_seed(1)
+    encoder, X = ShapedEncoder(2, N, HEADS, gamma=0.3, schedule=Recover(10)), torch.randn(4, 5, N)
+    encoder.schedule.apply(encoder, 9)
+    with refused("gamma1", "0.1", "blocks.0.attention.shaping"):
+        vanilla(encoder)
+    encoder.schedule.apply(encoder, 10)
+    plain = vanilla(encoder)
+    assert torch.equal(plain(X), encoder(X))
+    assert not [name for name in plain.state_dict() if "shaping" in name or "slope" in name]
+    assert len([name for name in encoder.state_dict() if "shaping" in name or "slope" in name]) == 6  # a copy was exported
+    shaped_ff = ShapedEncoder(1, N, HEADS, gamma=0.3, schedule=Recover(10))
+    shaped_ff.schedule.apply(shaped_ff, 10)
+    for module in shaped_ff.modules():
+        if isinstance(module, ShapedFeedForwardBlock):
+            module.set_shaping(1.0)
+    with refused("slopes", "feedforward"):
+        vanilla(shaped_ff)
+
+
+@pytest.mark.parametrize("place", ["pre", "post"])
+def test_blocks_with_layer_norm(place):
+    """Against PyTorch's own Transformer layer with the same weights."""
+    torch.manual_seed(2)
+    attention, feedforward = ShapedSelfAttention(N, HEADS, shaped=False), ShapedFeedForwardBlock(N, shaped=False)
+    block, X = LayerNormBlock(attention, feedforward, place), torch.randn(3, 5, N)
+    theirs = torch.nn.TransformerEncoderLayer(N, HEADS, 4 * N, 0.0, batch_first=True, norm_first=place == "pre", bias=False)
+    theirs.self_attn.in_proj_weight.data = torch.cat([layer.weight.data for layer in (attention.query, attention.key, attention.value)])
+    theirs.self_attn.out_proj.weight.data = attention.output.weight.data
+    theirs.linear1.weight.data, theirs.linear2.weight.data = feedforward.pre.weight.data, feedforward.post.weight.data
+    assert torch.allclose(block(X), theirs(X), atol=1e-6)
+    variances = [layer.weight.var().item() * fan for layer, fan in ((attention.query, N), (feedforward.pre, N), (feedforward.post, 2 * N))]
+    assert variances == pytest.approx([1.0, 1.0, 1.0], rel=5 * math.sqrt(2 / N**2))
+    with refused("place", "middle"):
+        LayerNormBlock(attention, feedforward, "middle")  # pyright: ignore[reportArgumentType]
+
+
 def test_a_schedule_does_not_touch_what_another_trains():
     with pytest.raises(ValueError, match="schedule"):
         Recover(10).apply(ShapedEncoder(1, N, HEADS, gamma=0.2, schedule=Learn()), 5)
@@ -157,8 +208,7 @@ def test_a_small_encoder_learns(schedule):
     """A regression of one feature on another. (With fixed shaping attention itself learns very slowly, as the paper reports.)"""
     torch.manual_seed(0)
     encoder = ShapedEncoder(4, 32, 4, gamma=0.3, schedule=schedule)
-    weights = [parameter for parameter in encoder.parameters() if parameter.ndim > 0]
-    optimiser = torch.optim.AdamW([{"params": weights}, {"params": gains(encoder), "weight_decay": 0.0}], lr=3e-3)
+    optimiser = torch.optim.AdamW(parameter_groups(encoder), lr=3e-3)
     losses = []
     for step in range(120):
         schedule.apply(encoder, step)

@@ -1,12 +1,16 @@
 """Shaped layers in PyTorch."""
 
 from shaped.nn import functional as functional
-from shaped.nn.modules import ShapedDecoder as ShapedDecoder
-from shaped.nn.modules import ShapedEncoder as ShapedEncoder
+from shaped.nn.blocks import LayerNormBlock as LayerNormBlock
+from shaped.nn.blocks import ShapedDecoder as ShapedDecoder
+from shaped.nn.blocks import ShapedEncoder as ShapedEncoder
+from shaped.nn.blocks import ShapedTransformerBlock as ShapedTransformerBlock
+from shaped.nn.blocks import gains as gains
+from shaped.nn.blocks import parameter_groups as parameter_groups
+from shaped.nn.blocks import vanilla as vanilla
+from shaped.nn.modules import AttentionShaping as AttentionShaping
 from shaped.nn.modules import ShapedFeedForwardBlock as ShapedFeedForwardBlock
 from shaped.nn.modules import ShapedSelfAttention as ShapedSelfAttention
-from shaped.nn.modules import ShapedTransformerBlock as ShapedTransformerBlock
-from shaped.nn.modules import gains as gains
 from shaped.nn.schedules import Fixed as Fixed
 from shaped.nn.schedules import Learn as Learn
 from shaped.nn.schedules import Recover as Recover

@@ -15,12 +15,15 @@ class Shapeable(nn.Module, ABC):
     """A module whose activation or attention is shaped: 1 is the theory's shape, 0 the plain softmax or ReLU."""
 
     @abstractmethod
-    def shaping(self) -> tuple[Tensor, ...]:
+    def scalars(self) -> tuple[Tensor, ...]:
         """The gains that are the shaping."""
 
     @abstractmethod
     def set_shaping(self, share: float) -> None:
         """Sets them to a share of what they were at the start."""
+
+    def reset_parameters(self) -> None:
+        self.set_shaping(1.0)
 
 
 class Schedule(ABC):
@@ -38,7 +41,7 @@ class Schedule(ABC):
         if not self.learns:
             for module in model.modules():
                 if isinstance(module, Shapeable):
-                    if any(gain.requires_grad for gain in module.shaping()):
+                    if any(gain.requires_grad for gain in module.scalars()):
                         raise ValueError(f"schedule must be the one that the model was made with, which trains its shaping, got {self!r}")
                     module.set_shaping(self.share(step))
 

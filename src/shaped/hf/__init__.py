@@ -1,0 +1,20 @@
+"""Hugging Face: importing this registers `attn_implementation="shaped"` and the Auto classes. Needs the extra `hf`."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from shaped.hf.configuration import ShapedConfig as ShapedConfig
+from shaped.hf.models import ShapedForCausalLM as ShapedForCausalLM
+from shaped.hf.models import ShapedForMaskedLM as ShapedForMaskedLM
+from shaped.hf.models import ShapedForSequenceClassification as ShapedForSequenceClassification
+from shaped.hf.models import ShapedModel as ShapedModel
+from shaped.hf.shaping import extend_transformers
+from shaped.hf.shaping import shape as shape
+from shaped.hf.shaping import vanilla as vanilla
+from shaped.nn.blocks import parameter_groups as parameter_groups
+
+extend_transformers()
+AutoConfig.register(ShapedConfig.model_type, ShapedConfig, exist_ok=True)
+AutoModel.register(ShapedConfig, ShapedModel, exist_ok=True)
+AutoModelForMaskedLM.register(ShapedConfig, ShapedForMaskedLM, exist_ok=True)
+AutoModelForCausalLM.register(ShapedConfig, ShapedForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(ShapedConfig, ShapedForSequenceClassification, exist_ok=True)

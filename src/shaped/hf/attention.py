@@ -1,0 +1,128 @@
+"""`attn_implementation="shaped"`: shaped attention for every Hugging Face model that goes through the attention interface."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+
+from shaped.nn.attention import shaped_attention
+from shaped.nn.modules import AttentionShaping
+
+NAME = "shaped"
+
+Observer = Callable[[nn.Module, Tensor, Tensor, float | None, Tensor | None, bool], None]
+observers: list[Observer] = []
+"""Called with (module, queries, keys, scale, mask, causal) at each shaped attention: diagnostics put themselves here for a while."""
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Eq. shaped-attention-train with the gains of `module.shaping`; 1 and 1 where there are none.
+
+    Cross-attention stays as it is: a query that is none of the keys has no value of its own.
+    """
+    if is_cross_attention(module):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias=position_bias, **kwargs
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    Q, K = query.shape[-2], key.shape[-2]
+    if attention_mask is None and causal and 1 < Q < K:  # an empty static cache: only its first places are filled
+        key, value, K = key[..., :Q, :], value[..., :Q, :], Q
+        position_bias = None if position_bias is None else position_bias[..., :Q]
+    if Q > K or (Q < K and not causal):
+        raise ValueError(
+            f"{type(module).__name__} must be self-attention for attn_implementation='{NAME}', got {Q} queries and {K} keys without a "
+            "causal mask: which of the keys is a query's own?"
+        )
+    mask = _additive(position_bias, attention_mask, causal and attention_mask is None) if position_bias is not None else attention_mask
+    if mask is not None and mask.dtype != torch.bool:  # the least number stands for minus infinity
+        mask = mask.to(query.dtype)
+        mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+    positions = None if mask is None or Q == K else last_attended(mask, query.shape[0])
+    causal = causal and mask is None
+    shaping = getattr(module, "shaping", None)
+    gamma1, gamma2 = shaping.scalars() if isinstance(shaping, AttentionShaping) else (1.0, 1.0)
+    scale = None if scaling is None else scaling * getattr(module, "shaped_temperature", 1.0)
+    for observer in observers:
+        observer(module, query, key, scale, mask, causal)
+    arguments: dict[str, Any] = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": causal, "attn_mask": mask}
+    if kwargs.get("output_attentions"):
+        weights = attention_weights(query, key, value, positions=positions, **arguments)
+        return (weights @ _for_each(query.shape[1], value)).transpose(1, 2).contiguous(), weights
+    mixed = shaped_attention(query, key, value, positions=positions, dropout_p=dropout, **arguments)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def attention_weights(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+    """The matrix A itself, [batch, heads, Q, K]: what shaped attention makes of values that are one-hot."""
+    one_hot = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-1], key.shape[-2])
+    return shaped_attention(query, key, one_hot, **arguments)
+
+
+def last_attended(mask: Tensor, batch: int) -> Tensor:
+    """Each query's own place among the keys, [batch, Q]: under a causal mask, the last that it may attend to."""
+    allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
+    places = allowed[:, 0] * torch.arange(allowed.shape[-1], device=mask.device)
+    return places.amax(-1).expand(batch, -1)
+
+
+def is_cross_attention(module: nn.Module) -> bool:
+    """Do the keys come from elsewhere? Models say so by an attribute, by the class's name, or by a decoder's attention not being causal."""
+    if "CrossAttention" in type(module).__name__:
+        return True
+    decoder_only = getattr(module, "is_decoder", False) is True and getattr(module, "is_causal", True) is False
+    return bool(getattr(module, "is_cross_attention", decoder_only))
+
+
+@cache
+def goes_through_the_interface(kind: type[nn.Module]) -> bool:
+    """Does this class hand its queries, keys and values to the attention interface?"""
+    try:
+        return "get_interface(" in inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):
+        return False
+
+
+def mask_forward(*arguments: Any, mask_function: Callable[..., Any] | None = None, **named: Any) -> Tensor | None:
+    """Boolean masks, as for `sdpa`; where it is padding alone that masks, [batch, 1, 1, keys], for which centring is a masked mean."""
+    if mask_function is not None:
+        named["mask_function"] = mask_function
+    mask = sdpa_mask(*arguments, **named)
+    return mask[..., :1, :] if mask is not None and mask_function is bidirectional_mask_function else mask
+
+
+def _additive(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """A bias of positions (T5), with minus infinity where the mask or causality forbids."""
+    if causal:
+        Q, K = bias.shape[-2:]
+        mask = torch.arange(K, device=bias.device) <= torch.arange(K - Q, K, device=bias.device)[:, None]
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def _for_each(heads: int, values: Tensor) -> Tensor:
+    return values.repeat_interleave(heads // values.shape[1], 1)
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, mask_forward)

@@ -1,0 +1,80 @@
+"""Settings of the Hugging Face models of this package."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from shaped.checks import finite, in_range, positive, whole_number
+from shaped.hf.attention import NAME
+from shaped.nn.schedules import Fixed, Learn, Recover, Schedule
+
+BLOCKS = ("shaped", "vanilla", "preln", "postln")
+SCHEDULES = ("fixed", "learn", "recover")
+
+
+class ShapedConfig(PreTrainedConfig):
+    r"""A shaped Transformer, or one of those it is compared with; sizes have the names that other configs give them.
+
+    Args:
+        block: "shaped" (Eq. shaped_transformer), "vanilla" (the same without shaping, which is where Recover ends), "preln" or "postln".
+        gamma: where the residual branches' gains start; the shortcut's start at sqrt(1 - gamma²).
+        tau0, c_minus: temperature of the attention and shape of the activation.
+        schedule: what becomes of the shaping: "fixed", "learn" or "recover", which goes to 0 in `recover_steps` steps.
+        train_gains: train the residual gains.
+        is_decoder: causal attention; `ShapedForCausalLM` sets it.
+        embedding_norm: LayerNorm on the embedding.
+        type_vocab_size: token types (sentence pairs) that have an embedding; 0 for none.
+        attention_dropout, hidden_dropout: of the softmax, and of the embedding.
+    """
+
+    model_type: ClassVar[str] = NAME
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    vocab_size: int = 32_000
+    hidden_size: int = 768
+    num_hidden_layers: int = 18
+    num_attention_heads: int = 8
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 512
+    block: str = "shaped"
+    gamma: float = 0.1
+    tau0: float = 1.0
+    c_minus: float = -1.0
+    schedule: str = "fixed"
+    recover_steps: int = 4000
+    train_gains: bool = True
+    is_decoder: bool = False
+    embedding_norm: bool = False
+    type_vocab_size: int = 0
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.intermediate_size = 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+        for name in (*sizes, "recover_steps"):
+            whole_number(name, getattr(self, name))
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(f"num_attention_heads must divide hidden_size, {self.hidden_size}, got {self.num_attention_heads}")
+        for name, choices in (("block", BLOCKS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("gamma", "attention_dropout", "hidden_dropout"):
+            in_range(name, getattr(self, name), 0.0, 1.0)
+        positive("tau0", self.tau0)
+        finite("c_minus", self.c_minus)
+        # Not written to config.json by transformers: a shaped model is shaped unless another attention is asked for.
+        if kwargs.get("attn_implementation") is None:
+            kwargs["attn_implementation"] = NAME
+        super().__post_init__(**kwargs)
+
+    def shaping(self) -> Schedule:
+        """What becomes of gamma1, gamma2 and the negative slope in training."""
+        return {"fixed": Fixed(), "learn": Learn(), "recover": Recover(self.recover_steps)}[self.schedule]

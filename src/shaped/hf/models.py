@@ -1,0 +1,271 @@
+"""The shaped Transformer as Hugging Face models: encoder and decoder, masked and causal language models, classifier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from shaped.hf.attention import NAME, attention_forward
+from shaped.hf.configuration import ShapedConfig
+from shaped.nn.blocks import LayerNormBlock, ShapedTransformerBlock
+from shaped.nn.modules import Matrix, ShapedFeedForwardBlock, ShapedSelfAttention
+from shaped.nn.schedules import Shapeable
+
+
+class Attend(nn.Module):
+    """What is done with the queries, keys and values of a layer: the cache, and the attention that the config chooses."""
+
+    def __init__(self, config: ShapedConfig, layer: int):
+        super().__init__()
+        self.config, self.layer = config, layer
+
+    def forward(
+        self,
+        attention: ShapedSelfAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or NAME, attention_forward)
+        dropout = attention.dropout if self.training else 0.0
+        return interface(attention, q, k, v, mask, dropout=dropout, scaling=attention.scale, **kwargs)
+
+
+class ShapedLayer(GradientCheckpointingLayer):
+    def __init__(self, config: ShapedConfig, layer: int):
+        super().__init__()
+        self.block, self.attend = transformer_block(config), Attend(config, layer)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, past_key_values: Cache | None = None, **kwargs: Any) -> Tensor:
+        def attend(attention: ShapedSelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return self.attend(attention, q, k, v, mask, past_key_values, **kwargs)[0].transpose(1, 2)
+
+        return self.block(x, mask, attend)
+
+
+def transformer_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNormBlock:
+    shaped, schedule = config.block == "shaped", config.shaping()
+    attention = ShapedSelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        tau0=config.tau0,
+        causal=config.is_decoder,
+        dropout=config.attention_dropout,
+        schedule=schedule,
+        shaped=shaped,
+    )
+    feedforward = ShapedFeedForwardBlock(
+        config.hidden_size, config.intermediate_size, c_minus=config.c_minus, schedule=schedule, shaped=shaped
+    )
+    if config.block in ("preln", "postln"):
+        return LayerNormBlock(attention, feedforward, "pre" if config.block == "preln" else "post")
+    return ShapedTransformerBlock(attention, feedforward, config.gamma, config.train_gains)
+
+
+class ShapedPreTrainedModel(PreTrainedModel):
+    config: ShapedConfig
+    config_class = ShapedConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["ShapedLayer"]  # noqa: RUF012 (transformers' own form, as below)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": ShapedLayer, "attentions": Attend}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As the modules initialise themselves. transformers sees to it that what came from a checkpoint is left alone."""
+        if isinstance(module, (Matrix, Shapeable, ShapedTransformerBlock, Embedding, nn.LayerNorm)):
+            module.reset_parameters()
+
+
+class Embedding(nn.Module):
+    """Tokens + positions (+ token types), of variance 1 in all: the theory's V starts with a unit diagonal."""
+
+    def __init__(self, config: ShapedConfig):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        self.norm = nn.LayerNorm(config.hidden_size) if config.embedding_norm else None
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def reset_parameters(self) -> None:
+        tables = [table for table in (self.tokens, self.positions, self.types) if table is not None]
+        for table in tables:
+            nn.init.normal_(table.weight, std=len(tables) ** -0.5)
+
+    def forward(self, x: Tensor, position_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """For embeddings of the tokens, [batch, m, n]."""
+        x = x + self.positions(position_ids)
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids)
+        return self.dropout(x if self.norm is None else self.norm(x))
+
+
+class ShapedModel(ShapedPreTrainedModel):
+    """The stack of blocks on an embedding, without a head."""
+
+    def __init__(self, config: ShapedConfig):
+        super().__init__(config)
+        self.embedding = Embedding(config)
+        self.layers = nn.ModuleList(ShapedLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size) if config.block == "preln" else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding.tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embedding.add_module("tokens", value)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids or inputs_embeds must be given, and not both, got " + ("none" if input_ids is None else "both"))
+        x = self.embedding.tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config.is_decoder and use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
+        if self.config.is_decoder:
+            mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+        else:
+            mask = create_bidirectional_mask(self.config, x, attention_mask)
+        x = self.embedding(x, position_ids, token_type_ids)
+        for layer in self.layers:
+            x = layer(x, mask, past_key_values=past_key_values if self.config.is_decoder else None, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=x if self.norm is None else self.norm(x), past_key_values=past_key_values)
+
+
+class ShapedForMaskedLM(ShapedPreTrainedModel):
+    _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: ShapedConfig):
+        super().__init__(config)
+        self.model, self.head = ShapedModel(config), Matrix(config.hidden_size, config.vocab_size, config.hidden_size**-0.5)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.head = new_embeddings
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any) -> MaskedLMOutput:
+        """`labels`: what was at the masked places, -100 elsewhere."""
+        outputs = self.model(input_ids, **kwargs)
+        logits = self.head(outputs.last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+
+
+class ShapedForCausalLM(ShapedPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: ShapedConfig):
+        config.is_decoder = True
+        super().__init__(config)
+        self.model, self.head = ShapedModel(config), Matrix(config.hidden_size, config.vocab_size, config.hidden_size**-0.5)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.head = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """`labels`: the tokens themselves, which are shifted here."""
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.head(outputs.last_hidden_state[:, kept])
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class ShapedForSequenceClassification(ShapedPreTrainedModel):
+    """A linear classifier on the mean of the tokens that are not padding, or, for a decoder, on the last of them."""
+
+    def __init__(self, config: ShapedConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels or 2
+        self.model, self.classifier = ShapedModel(config), Matrix(config.hidden_size, self.num_labels, config.hidden_size**-0.5)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+    ) -> SequenceClassifierOutput:
+        outputs = self.model(input_ids, attention_mask=attention_mask, **kwargs)
+        x = outputs.last_hidden_state
+        real = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask.to(x.dtype)
+        if self.config.is_decoder:
+            last = (real * torch.arange(1, x.shape[1] + 1, device=x.device)).argmax(-1)
+            pooled = x[torch.arange(len(x), device=x.device), last]
+        else:
+            pooled = (x * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+        logits = self.classifier(pooled)
+        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)

@@ -1,0 +1,139 @@
+"""Transformer blocks, stacks of them, and what is done with a whole model: its gains, its parameter groups, its vanilla form."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor, nn
+
+from shaped.checks import in_range, whole_number
+from shaped.nn.modules import Attend, AttentionShaping, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain
+from shaped.nn.schedules import Fixed, Schedule, Shapeable
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class ShapedTransformerBlock(nn.Module):
+    r"""$Z = \lambda X + \gamma\,\text{attention}(X)$, $X' = \lambda Z + \gamma\,\text{feedforward}(Z)$ (Eq. shaped_transformer).
+
+    There is no LayerNorm. Each branch has a $\lambda$ and a $\gamma$ of its own, trained unless `train_gains` is False; $\lambda$ starts
+    at $\sqrt{1-\gamma^2}$.
+    """
+
+    lam_attention: Tensor
+    gamma_attention: Tensor
+    lam_feedforward: Tensor
+    gamma_feedforward: Tensor
+
+    def __init__(self, attention: ShapedSelfAttention, feedforward: ShapedFeedForwardBlock, gamma: float, train_gains: bool = True):
+        super().__init__()
+        in_range("gamma", gamma, 0.0, 1.0)
+        self.attention, self.feedforward = attention, feedforward
+        self.start = {"lam": math.sqrt(1.0 - gamma**2), "gamma": gamma}
+        for branch in ("attention", "feedforward"):
+            for name, start in self.start.items():
+                add_gain(self, f"{name}_{branch}", start, train_gains)
+
+    def reset_parameters(self) -> None:
+        for branch in ("attention", "feedforward"):
+            for name, start in self.start.items():
+                nn.init.constant_(getattr(self, f"{name}_{branch}"), start)
+
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
+        x = self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)
+        return self.lam_feedforward * x + self.gamma_feedforward * self.feedforward(x)
+
+
+class LayerNormBlock(nn.Module):
+    """The usual blocks, to compare with: x + branch(LayerNorm(x)) for "pre", LayerNorm(x + branch(x)) for "post"."""
+
+    def __init__(self, attention: ShapedSelfAttention, feedforward: ShapedFeedForwardBlock, place: Literal["pre", "post"]):
+        super().__init__()
+        if place not in ("pre", "post"):
+            raise ValueError(f"place must be 'pre' or 'post', got {place!r}")
+        self.attention, self.feedforward, self.place = attention, feedforward, place
+        self.norm_attention, self.norm_feedforward = (nn.LayerNorm(attention.query.in_features) for _ in range(2))
+
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
+        if self.place == "pre":
+            x = x + self.attention(self.norm_attention(x), attn_mask, attend)
+            return x + self.feedforward(self.norm_feedforward(x))
+        x = self.norm_attention(x + self.attention(x, attn_mask, attend))
+        return self.norm_feedforward(x + self.feedforward(x))
+
+
+class ShapedEncoder(nn.Module):
+    """A stack of shaped Transformer blocks in which every token sees every token, for tokens [batch, m, width]."""
+
+    causal = False
+
+    def __init__(
+        self,
+        depth: int,
+        width: int,
+        heads: int,
+        *,
+        gamma: float,
+        hidden: int | None = None,
+        tau0: float = 1.0,
+        c_minus: float = -1.0,
+        fold: bool = True,
+        dropout: float = 0.0,
+        train_gains: bool = True,
+        schedule: Schedule | None = None,
+    ):
+        super().__init__()
+        whole_number("depth", depth)
+        self.schedule = schedule or Fixed()
+
+        def block() -> ShapedTransformerBlock:
+            attention = ShapedSelfAttention(width, heads, tau0=tau0, causal=self.causal, fold=fold, dropout=dropout, schedule=self.schedule)
+            feedforward = ShapedFeedForwardBlock(width, hidden, c_minus=c_minus, schedule=self.schedule)
+            return ShapedTransformerBlock(attention, feedforward, gamma, train_gains)
+
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None) -> Tokens:
+        for block in self.blocks:
+            x = block(x, attn_mask)
+        return x
+
+
+class ShapedDecoder(ShapedEncoder):
+    """The same stack in which a token sees only itself and what came before it."""
+
+    causal = True
+
+
+def gains(model: nn.Module) -> list[nn.Parameter]:
+    """The trained numbers of a shaped model: lambda, gamma, gamma1, gamma2, negative slopes."""
+    owners = (Shapeable, ShapedTransformerBlock)
+    return [gain for module in model.modules() if isinstance(module, owners) for gain in module.parameters(recurse=False)]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
+    """Two groups for an optimiser: matrices under weight decay; gains, norms and biases, which must not shrink, without it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, others = ([p for p in trained if (p.ndim >= 2) is wanted] for wanted in (True, False))
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def vanilla(model: Model) -> Model:
+    """A copy without the shaping, which must have gone to 0 (`Recover`): softmax attention and ReLU, with the same outputs.
+
+    The residual branches keep their lambda and gamma.
+    """
+    model = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Shapeable) and any(bool((gain != 0).any()) for gain in module.scalars()):
+            left = ", ".join(f"{gain.item():.3g}" for gain in module.scalars())
+            raise ValueError(f"model must have gamma1 = gamma2 = 0 and negative slopes 0 (Recover), got {left} in {name or 'it'}")
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "shaping", None), AttentionShaping):
+            module.register_module("shaping", None)
+        if isinstance(module, ShapedFeedForwardBlock) and module.slope is not None:
+            del module.slope
+            module.slope = None
+    return model
