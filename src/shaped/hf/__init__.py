@@ -2,6 +2,8 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
+from shaped.hf.callbacks import DiagnosticsCallback as DiagnosticsCallback
+from shaped.hf.callbacks import ShapingCallback as ShapingCallback
 from shaped.hf.configuration import ShapedConfig as ShapedConfig
 from shaped.hf.models import ShapedForCausalLM as ShapedForCausalLM
 from shaped.hf.models import ShapedForMaskedLM as ShapedForMaskedLM

@@ -1,0 +1,218 @@
+"""`attn_implementation="shaped"` in stock models: against the matrix written out, with padding, caches and generation."""
+
+import warnings
+
+import pytest
+import torch
+from stock import BOTH, DECODERS, ENCODERS, IMAGES, PAD, VOCABULARY, bert, gpt2, llama, made, mistral, t5
+
+from refusals import refused
+from shaped import hf
+from stats import generator
+
+EVERY = ENCODERS | DECODERS | BOTH | IMAGES
+
+
+def tokens(batch=2, length=9, seed=0):
+    return torch.randint(4, VOCABULARY, (batch, length), generator=generator(seed))
+
+
+def padding(side, batch=2, length=9, pads=3):
+    """A mask in which the second sequence is shorter."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    if side == "right":
+        mask[1, length - pads :] = 0
+    else:
+        mask[1, :pads] = 0
+    return mask
+
+
+def inputs(name, mask=None):
+    if name == "vit":
+        return {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator(1), dtype=torch.float64)}
+    given = {"input_ids": tokens()} | ({} if mask is None else {"attention_mask": mask})
+    return given | ({"decoder_input_ids": tokens(length=7, seed=2)} if name in BOTH else {})
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("name", EVERY)
+def test_shaped_is_the_matrix_written_out(name, side):
+    if name == "vit" and side is not None:
+        side = None  # images have no padding
+    mask = None if side is None else padding(side)
+    given = inputs(name, mask)
+    ours, reference = made(EVERY[name]), made(EVERY[name], "reference")
+    stock = made(EVERY[name], "sdpa")
+    found, expected, plain = (model(**given).logits for model in (ours, reference, stock))
+    if mask is not None and name not in BOTH:  # what stands at padding is nobody's business
+        found, expected, plain = (logits[mask.bool()] for logits in (found, expected, plain))
+    assert (found - expected).abs().max() < 1e-10
+    assert (found - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "t5"])
+def test_gradients_are_those_of_the_matrix_written_out(name):
+    models = [made(EVERY[name], implementation) for implementation in ("shaped", "reference")]
+    for model in models:
+        model(**inputs(name, padding("right"))).logits[:, 0].square().sum().backward()
+    for (label, ours), (_, theirs) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.allclose(ours.grad, theirs.grad, atol=1e-9, rtol=1e-9), label
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_padding_changes_nothing_for_encoders(name):
+    model, mask = made(ENCODERS[name]), padding("right")
+    ids = tokens().masked_fill(mask == 0, PAD)
+    padded = model(input_ids=ids, attention_mask=mask).logits[1, :6]
+    alone = model(input_ids=ids[1:, :6]).logits[0]
+    assert (padded - alone).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_padding_changes_nothing_for_decoders(name):
+    model, mask = made(DECODERS[name]), padding("left")
+    ids = tokens().masked_fill(mask == 0, PAD)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[1, 3:]
+    alone = model(input_ids=ids[1:, 3:]).logits[0]
+    assert (padded - alone).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_padding_changes_nothing_between_encoder_and_decoder(name):
+    model, mask = made(BOTH[name]), padding("right")
+    ids, decoder = tokens().masked_fill(mask == 0, PAD), tokens(length=7, seed=2)
+    padded = model(input_ids=ids, attention_mask=mask, decoder_input_ids=decoder).logits[1]
+    alone = model(input_ids=ids[1:, :6], decoder_input_ids=decoder[1:]).logits[0]
+    assert (padded - alone).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", DECODERS | BOTH)
+def test_generation_does_not_depend_on_the_cache(name, padded):
+    model = made((DECODERS | BOTH)[name])
+    mask = padding("left") if padded else torch.ones(2, 9, dtype=torch.long)
+    given = {"input_ids": tokens().masked_fill(mask == 0, PAD), "attention_mask": mask}
+    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": PAD}
+    without, dynamic, static = (
+        model.generate(**given, **settings, **cache)
+        for cache in ({"use_cache": False}, {"use_cache": True}, {"cache_implementation": "static", "disable_compile": True})
+    )
+    assert torch.equal(dynamic, without)
+    assert torch.equal(static, without)
+    plain = made((DECODERS | BOTH)[name], "sdpa").generate(**given, **settings)
+    assert not torch.equal(plain, without)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, mistral])
+def test_a_prompt_in_chunks_is_the_prompt(make):
+    model, ids = made(make), tokens(length=10)
+    whole = model(input_ids=ids, use_cache=False).logits
+    first = model(input_ids=ids[:, :4], use_cache=True)
+    second = model(input_ids=ids[:, 4:], past_key_values=first.past_key_values)
+    assert (torch.cat([first.logits, second.logits], 1) - whole).abs().max() < 1e-10
+
+
+def test_packed_sequences_do_not_see_one_another():
+    model, ids = made(llama), tokens(batch=1, length=10)
+    positions = torch.cat([torch.arange(6), torch.arange(4)])[None]
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    apart = torch.cat([model(input_ids=part, use_cache=False).logits for part in (ids[:, :6], ids[:, 6:])], 1)
+    assert (packed - apart).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("mask", [None, "left", "right"])
+@pytest.mark.parametrize("make", [bert, gpt2, llama])
+def test_without_shaping_stock_outputs_bit_for_bit(make, mask):
+    given = inputs(make.__name__, None if mask is None else padding(mask))
+    stock, plain = made(make, "sdpa").float(), made(make, "sdpa").float()
+    hf.shape(plain, tau0=None, gamma1=0.0, gamma2=0.0)
+    expected, found = (model(**given).logits for model in (stock, plain))
+    if mask is not None:
+        expected, found = (logits[given["attention_mask"].bool()] for logits in (expected, found))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "mistral", "t5"])
+def test_attentions_can_be_looked_at(name):
+    """With `output_attentions` the matrix is made, and is the one that the values are mixed with."""
+    model, given = made(EVERY[name]), inputs(name, padding("right"))
+    outputs = model(**given, output_attentions=True)
+    assert (outputs.logits - model(**given).logits).abs().max() < 1e-10
+    matrices = outputs.encoder_attentions if name in BOTH else outputs.attentions
+    assert matrices[0].shape == (2, 4, 9, 9)
+    rows = matrices[0][given["attention_mask"][:, None, :].expand(-1, 4, -1).bool()]
+    assert torch.allclose(rows.sum(-1), torch.ones((), dtype=torch.float64))  # 1 + 1 - 1
+    assert rows.min() < 0
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_compiled_and_checkpointed(make):
+    model, given = made(make).train(), {"input_ids": tokens(length=8)}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+    def gradients(run):
+        model.zero_grad()
+        run(**given).logits.square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients(model)
+    model.gradient_checkpointing_enable()
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(gradients(model), expected, strict=True))
+    model.gradient_checkpointing_disable()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(gradients(compiled), expected, strict=True))
+
+
+def test_four_dimensional_masks_of_ones_own():
+    """Booleans or numbers, with the least number for what is masked, as transformers takes them."""
+    model, ids = made(llama), tokens()
+    allowed = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
+    expected = model(input_ids=ids, use_cache=False).logits
+    numbers = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~allowed, torch.finfo(torch.float64).min)
+    for mask in (allowed, numbers):
+        assert (model(input_ids=ids, attention_mask=mask, use_cache=False).logits - expected).abs().max() < 1e-10
+
+
+def test_dropout_is_of_the_softmax_alone():
+    """With everything dropped, the identity and the centring are left: the same as attention whose softmax is 0."""
+    model = made(bert, attention_probs_dropout_prob=1.0, hidden_dropout_prob=0.0)
+    hf.shape(model, tau0=None, gamma1=1.0, gamma2=0.0)
+    attention = model.bert.encoder.layer[0].attention.self.train()
+    x = torch.randn(2, 5, 16, generator=generator(3), dtype=torch.float64)
+    assert torch.allclose(attention(x)[0], attention.value(x))
+
+
+def test_models_that_would_ignore_it_are_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this model's own code is scripted
+        from transformers import DebertaV2Config, DebertaV2Model
+    config = DebertaV2Config(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    stock = DebertaV2Model(config)
+    for call in (lambda: hf.shape(stock), lambda: DebertaV2Model._from_config(config, attn_implementation="shaped")):
+        with refused("attn_implementation", "shaped", "DebertaV2Model"):
+            call()
+
+
+def test_attention_without_a_value_of_ones_own_is_refused():
+    from shaped.hf.attention import attention_forward
+
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    with refused("Linear", "3 queries", "5 keys"):
+        attention_forward(torch.nn.Linear(1, 1), q, k, k, None, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: hf.shape(made(bert), tau0=0.0), ["tau0", "0.0"]),
+        (lambda: hf.shape(made(bert), gamma1=float("nan")), ["gamma1", "nan"]),
+        (lambda: hf.shape(made(t5), gamma2="x"), ["gamma2", "x"]),
+    ],
+)
+def test_wrong_input_is_named(call, words):
+    with refused(*words):
+        call()
