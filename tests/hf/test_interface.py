@@ -175,6 +175,11 @@ def test_four_dimensional_masks_of_ones_own():
     numbers = torch.zeros(2, 1, 9, 9, dtype=torch.float64).masked_fill(~allowed, torch.finfo(torch.float64).min)
     for mask in (allowed, numbers):
         assert (model(input_ids=ids, attention_mask=mask, use_cache=False).logits - expected).abs().max() < 1e-10
+    allowed = allowed.clone()
+    allowed[:, :, :2] = False  # queries that see nothing
+    numbers = numbers.masked_fill(~allowed, torch.finfo(torch.float64).min)
+    found, expected = (model(input_ids=ids, attention_mask=mask, use_cache=False).logits for mask in (numbers, allowed))
+    assert (found - expected).abs().max() < 1e-10
 
 
 def test_dropout_is_of_the_softmax_alone():

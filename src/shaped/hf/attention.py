@@ -18,7 +18,7 @@ from shaped.nn.modules import AttentionShaping
 
 NAME = "shaped"
 
-Observer = Callable[[nn.Module, Tensor, Tensor, float | None, Tensor | None, bool], None]
+Observer = Callable[[nn.Module, Tensor, Tensor, float, Tensor | None, bool], None]
 observers: list[Observer] = []
 """Called with (module, queries, keys, scale, mask, causal) at each shaped attention: diagnostics put themselves here for a while."""
 
@@ -61,7 +61,7 @@ def attention_forward(
     causal = causal and mask is None
     shaping = getattr(module, "shaping", None)
     gamma1, gamma2 = shaping.scalars() if isinstance(shaping, AttentionShaping) else (1.0, 1.0)
-    scale = None if scaling is None else scaling * getattr(module, "shaped_temperature", 1.0)
+    scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) * getattr(module, "shaped_temperature", 1.0)
     for observer in observers:
         observer(module, query, key, scale, mask, causal)
     arguments: dict[str, Any] = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": causal, "attn_mask": mask}

@@ -90,7 +90,7 @@ class DiagnosticsCallback(TrainerCallback):
             mask = named.get("attention_mask")
             padding["real"] = mask[few] if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
-        def entropy(module: nn.Module, q: Tensor, k: Tensor, scale: float | None, mask: Tensor | None, causal: bool) -> None:
+        def entropy(module: nn.Module, q: Tensor, k: Tensor, scale: float, mask: Tensor | None, causal: bool) -> None:
             name = names.get(id(module))
             if name is not None and name not in row["entropy"]:
                 mask = mask if mask is None or mask.shape[0] == 1 else mask[few]

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shaped.checks import finite, positive
 from shaped.hf.attention import NAME, goes_through_the_interface, is_cross_attention
@@ -40,7 +40,7 @@ def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1
     model.config.shaped = settings
     if not install(model):
         raise ValueError(f"model must have self-attention that goes through the attention interface, got {type(model).__name__}")
-    model.set_attn_implementation(NAME)
+    _choose(model, NAME)
     return model
 
 
@@ -52,14 +52,24 @@ def vanilla(model: Model) -> Model:
         raise ValueError(f"model must have been shaped with tau0=None, its own scaling, to be plain again, got {settings['tau0']}")
     model = blocks.vanilla(model)
     if settings:
-        for sub in model.modules():
-            if getattr(getattr(sub, "config", None), "shaped", None):
-                sub.config.shaped = None  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-                sub.config.__dict__.pop("attn_implementation", None)  # pyright: ignore[reportAttributeAccessIssue]
-        model.set_attn_implementation("sdpa")
+        for sub in _configs(model):
+            sub.__dict__.pop("shaped", None)
+            sub.__dict__.pop("attn_implementation", None)
+        _choose(model, "sdpa")
     else:
         model.config.block = "vanilla"
     return model
+
+
+def _choose(model: PreTrainedModel, implementation: str) -> None:
+    model.set_attn_implementation(implementation)
+    for config in _configs(model):  # some models, such as T5, give their parts copies of the config, which the line above passes over
+        config._attn_implementation_internal = implementation
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    found = {id(config): config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)}
+    return list(found.values())
 
 
 def install(model: PreTrainedModel) -> int:

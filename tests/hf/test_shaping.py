@@ -1,0 +1,123 @@
+"""Stock models that were shaped: saved and loaded with their gains, trained, and made plain again."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stock import BOTH, DECODERS, ENCODERS, IMAGES, bart, bert, gpt2, llama, made, t5
+from test_interface import inputs
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, BertForSequenceClassification
+
+from refusals import refused
+from shaped import hf
+from shaped.hf.attention import attention_forward
+from shaped.nn import AttentionShaping, Recover, gains
+from stats import generator
+
+EVERY = ENCODERS | DECODERS | BOTH | IMAGES
+
+
+def shapings(model):
+    return [module for module in model.modules() if isinstance(module, AttentionShaping)]
+
+
+@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("name", EVERY)
+def test_saved_and_loaded_with_its_gains(name, learn, tmp_path):
+    model = hf.shape(made(EVERY[name], "sdpa").float(), tau0=0.5, learn=learn)  # in float64 results depend on how memory is aligned
+    for i, shaping in enumerate(shapings(model)):
+        torch.nn.init.constant_(shaping.gamma1, 0.3 + 0.1 * i)
+    given = {key: value.float() if value.is_floating_point() else value for key, value in inputs(name).items()}
+    expected = model(**given).logits
+    model.save_pretrained(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "shaped"
+    assert torch.equal(again(**given).logits, expected)
+    assert len(gains(again)) == (2 * len(shapings(model)) if learn else 0)
+    again.save_pretrained(tmp_path / "again")  # and once more
+    assert torch.equal(type(model).from_pretrained(tmp_path / "again")(**given).logits, expected)
+
+
+@pytest.mark.parametrize(("make", "auto"), [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM), (llama, AutoModelForCausalLM)])
+def test_through_the_auto_classes(make, auto, tmp_path):
+    model, given = hf.shape(made(make, "sdpa").float(), gamma1=0.4), inputs(make.__name__)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(auto.from_pretrained(tmp_path)(**given).logits, model(**given).logits)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(base(**given)[0], model.base_model(**given)[0])
+    assert "attn_implementation" in json.loads((tmp_path / "config.json").read_text())  # without shaped.hf, transformers refuses it
+    stock = auto.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert stock.config._attn_implementation == "sdpa"
+    assert torch.equal(stock(**given).logits, made(make, "sdpa").float()(**given).logits)
+
+
+def test_a_new_head_on_a_shaped_body(tmp_path):
+    model = hf.shape(made(bert, "sdpa"), learn=True, gamma1=0.6)
+    model.save_pretrained(tmp_path)
+    classifier = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert [shaping.gamma1.item() for shaping in shapings(classifier)] == pytest.approx([0.6, 0.6])
+
+
+@pytest.mark.parametrize("make", [bert, llama, t5])
+def test_the_temperature_divides_the_logits(make):
+    """tau0 = 2 at width 16 divides them by 8, whatever scaling the model has itself."""
+    model, scales = hf.shape(made(make, "sdpa"), tau0=2.0), []
+
+    def watch(module, q, k, scale, mask, causal):
+        scales.append(scale)
+
+    from shaped.hf.attention import observers
+
+    observers.append(watch)
+    try:
+        model(**inputs(make.__name__))
+    finally:
+        observers.remove(watch)
+    own = 1.0 if make is t5 else 0.5
+    assert scales
+    assert set(scales) == {own / 8}
+
+
+def test_the_scale_of_the_model_is_kept_where_it_gives_none():
+    module = torch.nn.Linear(1, 1)
+    module.shaped_temperature = 0.25  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    q, k, v = torch.randn(3, 1, 2, 5, 16, generator=generator(5))
+    found, _ = attention_forward(module, q, k, v, None, is_causal=False)
+    expected, _ = attention_forward(torch.nn.Linear(1, 1), q, k, v, None, is_causal=False, scaling=0.25 / math.sqrt(16))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("make", "count"), [(bert, 2), (llama, 2), (t5, 4), (bart, 4)])
+def test_cross_attention_has_no_gains(make, count):
+    model = hf.shape(made(make, "sdpa"), learn=True)
+    assert len(shapings(model)) == count
+    model(**inputs(make.__name__)).logits.square().sum().backward()
+    assert all(gain.grad is not None and gain.grad.item() != 0 for gain in gains(model))
+    assert all(shaping.gamma1.dtype == torch.float64 for shaping in shapings(model))
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, t5])
+def test_recover_ends_at_the_stock_model(make, tmp_path):
+    stock, given = made(make, "sdpa"), inputs(make.__name__)
+    model = hf.shape(made(make, "sdpa"), tau0=None)
+    with refused("gamma1", "1"):
+        hf.vanilla(model)
+    Recover(3).apply(model, 3)
+    plain = hf.vanilla(model)
+    assert plain.config._attn_implementation == "sdpa"
+    assert not shapings(plain)
+    assert torch.equal(plain(**given).logits, stock(**given).logits)
+    plain.save_pretrained(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == set(load_saved(stock, tmp_path / "stock"))
+    assert type(stock).from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+    tempered = hf.shape(made(make, "sdpa"), tau0=1.0, gamma1=0.0, gamma2=0.0)
+    with refused("tau0=None", "1.0"):
+        hf.vanilla(tempered)
+
+
+def load_saved(model, path):
+    model.save_pretrained(path)
+    return load_file(path / "model.safetensors")
