@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     AttentionInterface,
@@ -28,8 +30,14 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 VOCABULARY, PAD = 40, 1
-ENCODER = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
-TOKENS = {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": None}
+ENCODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
+TOKENS: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": None}
 
 
 def bert(**kwargs):
@@ -42,7 +50,7 @@ def roberta(**kwargs):
 
 def modernbert(**kwargs):
     sizes = ENCODER | {"num_hidden_layers": 4}
-    tokens = {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+    tokens: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
     return ModernBertForMaskedLM, ModernBertConfig(**sizes, **tokens, local_attention=4, global_attn_every_n_layers=3, **kwargs)
 
 
@@ -59,20 +67,22 @@ def mistral(**kwargs):
 
 
 def vit(**kwargs):
-    sizes = {name: value for name, value in ENCODER.items() if name != "vocab_size"}
+    sizes: dict[str, Any] = {name: value for name, value in ENCODER.items() if name != "vocab_size"}
     return ViTForImageClassification, ViTConfig(**sizes, image_size=8, patch_size=4, **kwargs)
 
 
 def t5(**kwargs):
-    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-    tokens = {"pad_token_id": PAD, "decoder_start_token_id": PAD, "eos_token_id": None}
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    tokens: dict[str, Any] = {"pad_token_id": PAD, "decoder_start_token_id": PAD, "eos_token_id": None}
     return T5ForConditionalGeneration, T5Config(**sizes, **tokens, **kwargs)
 
 
 def bart(**kwargs):
-    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in (("layers", 2), ("attention_heads", 4))}
+    sizes: dict[str, Any] = {
+        f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in (("layers", 2), ("attention_heads", 4))
+    }
     sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": 40}
-    tokens = {**TOKENS, "decoder_start_token_id": 2, "forced_eos_token_id": None}
+    tokens: dict[str, Any] = {**TOKENS, "decoder_start_token_id": 2, "forced_eos_token_id": None}
     return BartForConditionalGeneration, BartConfig(**sizes, **tokens, **kwargs)
 
 
@@ -82,7 +92,7 @@ BOTH = {make.__name__: make for make in (t5, bart)}
 IMAGES = {"vit": vit}
 
 
-def made(make, implementation="shaped", seed=0, **kwargs):
+def made(make, implementation="shaped", seed=0, **kwargs) -> Any:
     """A model in evaluation mode. Weights are larger than usual, so that attention is far from uniform."""
     kind, config = make(**kwargs)
     torch.manual_seed(seed)

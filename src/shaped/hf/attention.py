@@ -35,7 +35,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Eq. shaped-attention-train with the gains of `module.shaping`; 1 and 1 where there are none.
+    """Eq. shaped-attention-train with the gains of the module.
 
     Cross-attention stays as it is: a query that is none of the keys has no value of its own.
     """
@@ -59,8 +59,7 @@ def attention_forward(
         mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
     positions = None if mask is None or Q == K else last_attended(mask, query.shape[0])
     causal = causal and mask is None
-    shaping = getattr(module, "shaping", None)
-    gamma1, gamma2 = shaping.scalars() if isinstance(shaping, AttentionShaping) else (1.0, 1.0)
+    gamma1, gamma2 = gains_of(module)
     scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) * getattr(module, "shaped_temperature", 1.0)
     for observer in observers:
         observer(module, query, key, scale, mask, causal)
@@ -70,6 +69,13 @@ def attention_forward(
         return (weights @ _for_each(query.shape[1], value)).transpose(1, 2).contiguous(), weights
     mixed = shaped_attention(query, key, value, positions=positions, dropout_p=dropout, **arguments)
     return mixed.transpose(1, 2).contiguous(), None
+
+
+def gains_of(module: nn.Module) -> tuple[Tensor | float, ...]:
+    """A module's gamma1 and gamma2: those of its shaping, 0 if that is None, which says that it is plain, and 1 if it knows of none."""
+    if not hasattr(module, "shaping"):
+        return 1.0, 1.0
+    return module.shaping.scalars() if isinstance(module.shaping, AttentionShaping) else (0.0, 0.0)
 
 
 def attention_weights(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:

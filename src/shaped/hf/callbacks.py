@@ -36,7 +36,8 @@ class ShapingCallback(TrainerCallback):
 class DiagnosticsCallback(TrainerCallback):
     """Every so many steps, for each layer: entropy of the attention, correlation of the tokens, norm of the gradient, gamma1 and gamma2.
 
-    A row a time is added to `history` and to diagnostics.jsonl in the output directory.
+    A row a time is added to `history` and to diagnostics.jsonl in the output directory. Gradients are those that the optimiser gets: if the
+    Trainer clips them (it does by default, at `max_grad_norm=1`), clipped.
 
     Args:
         every: steps between two rows.

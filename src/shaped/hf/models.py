@@ -96,8 +96,19 @@ class ShapedPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As the modules initialise themselves. transformers sees to it that what came from a checkpoint is left alone."""
-        if isinstance(module, (Matrix, Shapeable, ShapedTransformerBlock, Embedding, nn.LayerNorm)):
+        if isinstance(module, (Matrix, Table, Shapeable, ShapedTransformerBlock, nn.LayerNorm)):
             module.reset_parameters()
+
+
+class Table(nn.Embedding):
+    """An embedding whose entries start as N(0, std²)."""
+
+    def __init__(self, rows: int, columns: int, std: float):
+        self.std = std  # first: `nn.Embedding` resets its parameters when it is made
+        super().__init__(rows, columns)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
 
 
 class Embedding(nn.Module):
@@ -105,16 +116,12 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ShapedConfig):
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        std = (3 if config.type_vocab_size else 2) ** -0.5
+        self.tokens = Table(config.vocab_size, config.hidden_size, std)
+        self.positions = Table(config.max_position_embeddings, config.hidden_size, std)
+        self.types = Table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
         self.norm = nn.LayerNorm(config.hidden_size) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.hidden_dropout)
-
-    def reset_parameters(self) -> None:
-        tables = [table for table in (self.tokens, self.positions, self.types) if table is not None]
-        for table in tables:
-            nn.init.normal_(table.weight, std=len(tables) ** -0.5)
 
     def forward(self, x: Tensor, position_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """For embeddings of the tokens, [batch, m, n]."""
@@ -187,9 +194,18 @@ class ShapedForMaskedLM(ShapedPreTrainedModel):
         self.head = new_embeddings
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any) -> MaskedLMOutput:
-        """`labels`: what was at the masked places, -100 elsewhere."""
-        outputs = self.model(input_ids, **kwargs)
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """`labels`: what was at the masked places, -100 elsewhere. (Trainer drops what forward does not name, so all is named.)"""
+        outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.head(outputs.last_hidden_state)
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
@@ -256,9 +272,16 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        outputs = self.model(input_ids, attention_mask=attention_mask, **kwargs)
+        outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         x = outputs.last_hidden_state
         real = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask.to(x.dtype)
         if self.config.is_decoder:

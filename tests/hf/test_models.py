@@ -1,0 +1,231 @@
+"""The package's own models: their law at initialisation, saving and loading, generation, and what they are called by Auto classes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+)
+
+from refusals import refused
+from shaped.covariance import correlation, gram
+from shaped.hf import (
+    ShapedConfig,
+    ShapedForCausalLM,
+    ShapedForMaskedLM,
+    ShapedForSequenceClassification,
+    ShapedModel,
+    vanilla,
+)
+from shaped.nn import Recover, ShapedEncoder, gains
+from stats import generator
+
+VOCABULARY, N, DEPTH, HEADS = 40, 32, 3, 4
+BLOCKS = ["shaped", "vanilla", "preln", "postln"]
+
+
+def config(**kwargs):
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": N, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS}
+    return ShapedConfig(**(sizes | {"max_position_embeddings": 24, "gamma": 0.4} | kwargs))
+
+
+def made(kind, seed=0, **kwargs) -> Any:
+    torch.manual_seed(seed)
+    return kind(config(**kwargs)).eval()
+
+
+def tokens(batch=2, length=9, seed=0):
+    return torch.randint(1, VOCABULARY, (batch, length), generator=generator(seed))
+
+
+PADDING = torch.ones(2, 9, dtype=torch.long)
+PADDING[1, 6:] = 0
+
+
+def test_the_stack_is_the_encoder_of_shaped_nn():
+    model, encoder = made(ShapedModel), ShapedEncoder(DEPTH, N, HEADS, gamma=0.4)
+    renamed = {name.replace("layers.", "blocks.").replace(".block.", "."): value for name, value in model.state_dict().items()}
+    encoder.load_state_dict({name: value for name, value in renamed.items() if name.startswith("blocks")})
+    x = model.embedding(model.embedding.tokens(tokens()), torch.arange(9)[None], None)
+    assert torch.equal(model(tokens()).last_hidden_state, encoder(x))
+
+
+def test_initial_tokens_have_unit_variance_and_keep_it():
+    """5 standard errors: V^aa of n features of a token scatters by sqrt(2/n), and tokens of one model are nearly independent."""
+    model = made(ShapedModel, hidden_size=512, num_hidden_layers=4, gamma=0.2, vocab_size=400)
+    ids = torch.randint(0, 400, (4, 24), generator=generator(1))
+    outputs = model(ids, output_hidden_states=True)
+    for states in (outputs.hidden_states[0], outputs.last_hidden_state):
+        assert states.square().mean().item() == pytest.approx(1.0, abs=5 * math.sqrt(2 / 512))
+    assert correlation(gram(outputs.last_hidden_state.double())).triu(1).abs().max() < 1
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    ("kind", "auto"),
+    [
+        (ShapedModel, AutoModel),
+        (ShapedForMaskedLM, AutoModelForMaskedLM),
+        (ShapedForCausalLM, AutoModelForCausalLM),
+        (ShapedForSequenceClassification, AutoModelForSequenceClassification),
+    ],
+)
+def test_saved_and_loaded(kind, auto, block, tmp_path):
+    model = made(kind, block=block, num_labels=3, schedule="learn", embedding_norm=True, type_vocab_size=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), ShapedConfig)
+    for again in (kind.from_pretrained(tmp_path), auto.from_pretrained(tmp_path)):
+        assert type(again) is kind
+        assert again.config._attn_implementation == "shaped"
+        assert torch.equal(again(tokens(), attention_mask=PADDING)[0], model(tokens(), attention_mask=PADDING)[0])
+    plain = kind.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert plain.config._attn_implementation == "sdpa"
+    assert torch.equal(plain(tokens())[0], model(tokens())[0]) == (block != "shaped")
+
+
+def test_what_a_checkpoint_lacks_starts_as_it_should(tmp_path):
+    """A classifier on a pre-trained body: the body's weights and gains are loaded, the head has variance 1/n."""
+    body = made(ShapedForMaskedLM, schedule="learn")
+    with torch.no_grad():
+        for gain in gains(body):
+            gain.add_(0.25)
+    body.save_pretrained(tmp_path)
+    model = ShapedForSequenceClassification.from_pretrained(tmp_path, num_labels=200)
+    assert all(torch.equal(value, body.model.state_dict()[name]) for name, value in model.model.state_dict().items())
+    weights = model.classifier.weight
+    assert weights.square().mean().item() * N == pytest.approx(1.0, abs=5 * math.sqrt(2 / weights.numel()))
+    decoder = ShapedForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(decoder.head.weight, body.head.weight)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_padding_changes_nothing(block):
+    ids = tokens()
+    for kind in (ShapedForMaskedLM, ShapedForSequenceClassification):
+        model = made(kind, block=block).double()
+        padded = model(ids, attention_mask=PADDING).logits[1]
+        alone = model(ids[1:, :6]).logits[0]
+        assert (padded[: len(alone)] - alone).abs().max() < 1e-10
+    causal = made(ShapedForSequenceClassification, block=block, is_decoder=True).double()
+    assert (causal(ids, attention_mask=PADDING).logits[1] - causal(ids[1:, :6]).logits[0]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("block", ["shaped", "preln"])
+def test_generation_does_not_depend_on_the_cache(block, padded):
+    model = made(ShapedForCausalLM, block=block).double()
+    mask = PADDING.flip(-1) if padded else torch.ones_like(PADDING)
+    settings = GenerationConfig(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    without, dynamic, static, beams = (
+        model.generate(tokens(), attention_mask=mask, generation_config=settings, **cache)
+        for cache in (
+            {"use_cache": False},
+            {"use_cache": True},
+            {"cache_implementation": "static", "disable_compile": True},
+            {"num_beams": 1, "cache_implementation": "offloaded_static" if torch.cuda.is_available() else "dynamic"},
+        )
+    )
+    assert without.shape == (2, 17)
+    assert torch.equal(dynamic, without)
+    assert torch.equal(static, without)
+    assert torch.equal(beams, without)
+
+
+def test_a_decoder_does_not_look_ahead_and_an_encoder_does():
+    for kind, looks in ((ShapedForCausalLM, False), (ShapedForMaskedLM, True)):
+        model, ids = made(kind), tokens()
+        changed = ids.clone()
+        changed[:, -1] += 1 - 2 * (changed[:, -1] == VOCABULARY - 1).long()
+        assert torch.allclose(model(ids).logits[:, :-1], model(changed).logits[:, :-1], atol=1e-6) != looks
+
+
+def test_losses_are_the_usual_ones():
+    ids = tokens()
+    masked, causal = made(ShapedForMaskedLM), made(ShapedForCausalLM)
+    labels = ids.masked_fill(torch.arange(9) % 3 != 0, -100)
+    expected = torch.nn.functional.cross_entropy(masked(ids).logits.flatten(0, 1), labels.flatten())
+    assert masked(ids, labels=labels).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    shifted = torch.nn.functional.cross_entropy(causal(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert causal(ids, labels=ids).loss.item() == pytest.approx(shifted.item(), rel=1e-6)
+    classifier = made(ShapedForSequenceClassification, num_labels=3)
+    own = torch.nn.functional.cross_entropy(classifier(ids).logits, torch.tensor([0, 2]))
+    assert classifier(ids, labels=torch.tensor([0, 2])).loss.item() == pytest.approx(own.item(), rel=1e-6)
+    assert causal(ids, logits_to_keep=1).logits.shape == (2, 1, VOCABULARY)
+
+
+def test_embeddings_can_be_tied_resized_and_given():
+    model = made(ShapedForMaskedLM, tie_word_embeddings=True)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.resize_token_embeddings(VOCABULARY + 5)
+    assert model(tokens()).logits.shape[-1] == VOCABULARY + 5
+    embedded = model.get_input_embeddings()(tokens())
+    assert torch.equal(model(inputs_embeds=embedded).logits, model(tokens()).logits)
+    with refused("input_ids", "inputs_embeds", "both"):
+        model(tokens(), inputs_embeds=embedded)
+    types = made(ShapedModel, type_vocab_size=2)
+    assert torch.equal(types(tokens())[0], types(tokens(), token_type_ids=torch.zeros(2, 9, dtype=torch.long))[0])
+    assert not torch.equal(types(tokens())[0], types(tokens(), token_type_ids=torch.ones(2, 9, dtype=torch.long))[0])
+
+
+def test_hidden_states_attentions_compilation_and_checkpointing():
+    model, ids = made(ShapedForMaskedLM).double(), tokens()
+    outputs = model(ids, output_hidden_states=True, output_attentions=True)
+    assert len(outputs.hidden_states) == DEPTH + 1
+    assert [a.shape for a in outputs.attentions] == [(2, HEADS, 9, 9)] * DEPTH
+    assert torch.allclose(outputs.logits, model(ids).logits, atol=1e-10)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(ids).logits, model(ids).logits, atol=1e-10)
+
+    def gradients():
+        model.zero_grad()
+        model.train()(ids, labels=ids).loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable()
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(gradients(), expected, strict=True))
+
+
+def test_recover_ends_at_a_vanilla_model(tmp_path):
+    model, ids = made(ShapedForMaskedLM, schedule="recover", recover_steps=5), tokens()
+    schedule = model.config.shaping()
+    assert schedule == Recover(5)
+    with refused("gamma1", "layers.0"):
+        vanilla(model)
+    schedule.apply(model, 5)
+    plain = vanilla(model)
+    assert plain.config.block == "vanilla"
+    assert torch.equal(plain(ids).logits, model(ids).logits)
+    plain.save_pretrained(tmp_path)
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "shaping" in name or "slope" in name]
+    assert torch.equal(AutoModelForMaskedLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"block": "prenorm"}, ["block", "preln", "prenorm"]),
+        ({"schedule": "forget"}, ["schedule", "recover", "forget"]),
+        ({"num_attention_heads": 5}, ["num_attention_heads", "32", "5"]),
+        ({"recover_steps": 0}, ["recover_steps", "0"]),
+        ({"gamma": 1.5}, ["gamma", "1.5"]),
+        ({"tau0": 0.0}, ["tau0", "0.0"]),
+        ({"hidden_size": 0}, ["hidden_size", "0"]),
+        ({"attention_dropout": -0.1}, ["attention_dropout", "-0.1"]),
+    ],
+)
+def test_wrong_settings_are_named(wrong, words):
+    with refused(*words):
+        config(**wrong)

@@ -1,0 +1,190 @@
+"""transformers.Trainer: twenty steps, resumed halfway, with the schedules and the diagnostics as callbacks."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from stock import bert
+from stock import made as stock_model
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+from refusals import refused
+from shaped.hf import DiagnosticsCallback, ShapedConfig, ShapedForMaskedLM, ShapingCallback, parameter_groups, shape, vanilla
+from shaped.hf.callbacks import layer_of
+from shaped.nn import Recover, gains
+from shaped.nn.diagnostics import attention_entropy, token_correlation
+from stats import generator
+
+
+class Text(Dataset):
+    """Sequences in which every second token is to be told from the one before it."""
+
+    def __init__(self, padded=False):
+        ids = torch.randint(2, 20, (160, 12), generator=generator(7))
+        ids[:, 1::2] = ids[:, ::2] + 18
+        self.labels = torch.where(torch.arange(12) % 2 == 1, ids, -100)
+        self.ids = torch.where(torch.arange(12) % 2 == 1, 1, ids)
+        self.padded = padded
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        row = {"input_ids": self.ids[i], "labels": self.labels[i], "attention_mask": torch.ones(12, dtype=torch.long)}
+        if self.padded:
+            row["attention_mask"][8:] = 0
+        return row
+
+
+def model_of(schedule, seed=0) -> Any:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 12,
+    }
+    return ShapedForMaskedLM(ShapedConfig(**sizes, gamma=0.3, schedule=schedule, recover_steps=15))
+
+
+def trainer_of(model, folder, callbacks, steps=20, rate=3e-3, data=None, clip=1.0):
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        learning_rate=rate,
+        lr_scheduler_type="constant",
+        save_steps=10,
+        logging_steps=1,
+        max_grad_norm=clip,
+        report_to=[],
+        use_cpu=True,
+        seed=3,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    optimiser = torch.optim.AdamW(parameter_groups(model), lr=rate)
+    return Trainer(model=model, args=arguments, train_dataset=data or Text(), callbacks=callbacks, optimizers=(optimiser, None))
+
+
+@pytest.mark.parametrize("schedule", ["fixed", "learn", "recover"])
+def test_twenty_steps_and_a_resumed_run_that_ends_at_the_same_weights(schedule, tmp_path):
+    def run(resume):
+        model = model_of(schedule)
+        callbacks = [ShapingCallback(model.config.shaping()), DiagnosticsCallback(every=5)]
+        trainer = trainer_of(model, tmp_path, callbacks)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10") if resume else None)
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        return model, losses, callbacks[1]
+
+    model, losses, diagnostics = run(resume=False)
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert list(tmp_path.rglob("model.safetensors"))
+    assert not [path for path in tmp_path.rglob("*") if path.name in ("pytorch_model.bin", "model.bin", "model.pt")]
+    again, _, resumed = run(resume=True)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert [row["step"] for row in diagnostics.history] == [row["step"] for row in resumed.history] == [0, 5, 10, 15]
+    assert diagnostics.history == resumed.history
+    if schedule == "recover":
+        assert torch.equal(vanilla(again)(Text().ids[:2]).logits, again(Text().ids[:2]).logits)
+        shares = [row["gamma1"]["model.layers.0"] for row in diagnostics.history]
+        assert shares == pytest.approx([1.0, 1 - 5 / 15, 1 - 10 / 15, 0.0])
+
+
+def test_a_cut_off_log_is_continued(tmp_path):
+    (tmp_path / "diagnostics.jsonl").write_text('{"step": 0, "entropy": {}}\n{"step": 5, "ent')
+    callback = DiagnosticsCallback(every=5)
+    trainer = trainer_of(model_of("fixed"), tmp_path, [callback], steps=6)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "diagnostics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 5]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_diagnostics_are_what_they_say(padded, tmp_path):
+    """Against the matrices, hidden states and gradients of one step, whose learning rate is 0."""
+    model, data = model_of("fixed"), Text(padded)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.block.attention.query.weight.mul_(20)  # far from uniform
+    callback = DiagnosticsCallback(every=1, sequences=8)
+    seen = []
+
+    trainer = trainer_of(model, tmp_path, [callback], steps=1, rate=0.0, data=data, clip=0.0)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: seen.append(collate(rows)) or seen[-1]
+    trainer.train()
+    batch = seen[0]
+    outputs = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"], output_hidden_states=True, output_attentions=True)
+    row, real = callback.history[0], batch["attention_mask"].bool()
+    keep = 8 if padded else 12
+    mean = torch.eye(12)[None, None] - real[:, None, None] / real.sum(-1)[:, None, None, None]  # what is not softmax in A
+    for layer in range(2):
+        name = f"model.layers.{layer}"
+        softmax = (outputs.attentions[layer] - mean)[:, :, :keep, :keep]
+        entropy = -(softmax * softmax.clamp(min=1e-30).log()).sum(-1).mean().item()
+        assert row["entropy"][name] == pytest.approx(entropy, rel=1e-3)
+        assert entropy < 0.95 * math.log(keep)
+        states = torch.nn.functional.normalize(outputs.hidden_states[layer + 1][:, :keep], dim=-1)
+        rows, columns = torch.triu_indices(keep, keep, 1)
+        assert row["correlation"][name] == pytest.approx((states @ states.mT)[:, rows, columns].mean().item(), rel=1e-4)
+    model.train().zero_grad()
+    model(**batch).loss.backward()
+    squares = sum(parameter.grad.square().sum() for parameter in model.model.layers[1].parameters() if parameter.grad is not None)
+    assert row["gradient_norm"]["model.layers.1"] == pytest.approx(math.sqrt(squares), rel=1e-3)
+    assert row["gamma2"] == {"model.layers.0": 1.0, "model.layers.1": 1.0}
+
+
+def test_a_stock_model_is_trained_shaped_and_recovers(tmp_path):
+    stock = stock_model(bert, "sdpa").float().train()
+    callback = DiagnosticsCallback(every=4)
+    trainer = trainer_of(shape(stock, tau0=None), tmp_path, [ShapingCallback(Recover(5)), callback], steps=5)
+    trainer.train()
+    assert list(callback.history[0]["entropy"]) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+    plain = vanilla(stock)
+    assert plain.config._attn_implementation == "sdpa"
+
+
+def test_gains_do_not_decay():
+    model = model_of("learn")
+    groups = parameter_groups(model, 0.1)
+    undecayed = {id(parameter) for parameter in groups[1]["params"]}
+    assert groups[1]["weight_decay"] == 0.0
+    assert {id(gain) for gain in gains(model)} <= undecayed
+
+
+def test_names_of_layers():
+    assert layer_of("bert.encoder.layer.3.attention.self") == "bert.encoder.layer.3"
+    assert layer_of("model.layers.11") == "model.layers.11"
+    assert layer_of("attention") == "attention"
+
+
+def test_wrong_input_is_named():
+    with refused("every", "0"):
+        DiagnosticsCallback(every=0)
+    with refused("schedule", "Recover"):
+        ShapingCallback(Recover(3)).on_train_begin(None, type("State", (), {"global_step": 0}), None, model=model_of("learn"))  # pyright: ignore
+
+
+def test_entropy_and_correlation_have_their_limits():
+    q, k = torch.zeros(1, 2, 6, 4), torch.randn(1, 1, 6, 4, generator=generator(1))
+    assert torch.allclose(attention_entropy(q, k, block=4), torch.tensor(math.log(6.0)))
+    causal = attention_entropy(q, k, is_causal=True, block=4)
+    assert torch.allclose(causal[0, 0], torch.arange(1.0, 7.0).log(), atol=1e-6)
+    few = torch.zeros(1, 1, 6, 6, dtype=torch.bool)
+    few[..., :2] = True
+    few[..., 5, :] = False
+    expected = torch.tensor([math.log(2.0)] * 5 + [0.0])
+    assert torch.allclose(attention_entropy(q, k, attn_mask=few, block=4)[0, 0], expected)
+    bias = torch.zeros(1, 1, 1, 6).masked_fill(torch.arange(6) > 2, -torch.inf)
+    assert torch.allclose(attention_entropy(q, k, attn_mask=bias), torch.tensor(math.log(3.0)))
+    x = torch.randn(1, 8, generator=generator(2)).expand(5, 8)
+    assert token_correlation(x).item() == pytest.approx(1.0)
+    assert token_correlation(torch.eye(5)).item() == pytest.approx(0.0, abs=1e-7)
+    mixed = torch.cat([x, -x[:1]])
+    assert token_correlation(mixed, torch.tensor([1, 1, 1, 1, 1, 0])).item() == pytest.approx(1.0)
+    assert math.isnan(token_correlation(x[:1]).item())
