@@ -30,6 +30,7 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 VOCABULARY, PAD = 40, 1
+LAYERS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 ENCODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -51,7 +52,7 @@ def roberta(**kwargs):
 def modernbert(**kwargs):
     sizes = ENCODER | {"num_hidden_layers": 4}
     tokens: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
-    return ModernBertForMaskedLM, ModernBertConfig(**sizes, **tokens, local_attention=4, global_attn_every_n_layers=3, **kwargs)
+    return ModernBertForMaskedLM, ModernBertConfig(**sizes, **tokens, local_attention=4, layer_types=LAYERS, **kwargs)
 
 
 def gpt2(**kwargs):

@@ -215,7 +215,7 @@ def test_attention_without_a_value_of_ones_own_is_refused():
     [
         (lambda: hf.shape(made(bert), tau0=0.0), ["tau0", "0.0"]),
         (lambda: hf.shape(made(bert), gamma1=float("nan")), ["gamma1", "nan"]),
-        (lambda: hf.shape(made(t5), gamma2="x"), ["gamma2", "x"]),
+        (lambda: hf.shape(made(t5), gamma2=float("inf")), ["gamma2", "inf"]),
     ],
 )
 def test_wrong_input_is_named(call, words):

@@ -83,7 +83,7 @@ def test_the_temperature_divides_the_logits(make):
 
 def test_the_scale_of_the_model_is_kept_where_it_gives_none():
     module = torch.nn.Linear(1, 1)
-    module.shaped_temperature = 0.25  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    module.shaped_temperature = 0.25  # pyright: ignore[reportArgumentType]
     q, k, v = torch.randn(3, 1, 2, 5, 16, generator=generator(5))
     found, _ = attention_forward(module, q, k, v, None, is_causal=False)
     expected, _ = attention_forward(torch.nn.Linear(1, 1), q, k, v, None, is_causal=False, scaling=0.25 / math.sqrt(16))

@@ -1,5 +1,10 @@
 """Hugging Face: importing this registers `attn_implementation="shaped"` and the Auto classes. Needs the extra `hf`."""
 
+try:
+    import transformers as transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("shaped.hf needs transformers: pip install 'shaped-transformer[hf]'") from error
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from shaped.hf.callbacks import DiagnosticsCallback as DiagnosticsCallback

@@ -17,11 +17,11 @@ def attention_entropy(
     q, k = (x.double() if x.dtype == torch.float64 else x.float() for x in (q, k))
     k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
     Q, K = q.shape[-2], k.shape[-2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     entropies = []
     for start in range(0, Q, block):
         rows = slice(start, min(start + block, Q))
-        s = q[..., rows, :] @ k.mT * scale
+        s = q[..., rows, :] @ k.mT * factor
         if attn_mask is not None:
             mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
             s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
