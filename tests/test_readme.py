@@ -1,9 +1,12 @@
 """The README's examples print what the README says."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -27,10 +30,22 @@ def test_the_examples_print_what_is_shown():
     assert run(code) == shown
 
 
-def test_the_modules_page_runs():
-    code, shown = examples((ROOT / "docs" / "modules.md").read_text())
-    assert "Recover" in code
+@pytest.mark.parametrize(("page", "word"), [("modules", "Recover"), ("huggingface", "ShapingCallback")])
+def test_the_examples_of_a_page_print_what_is_shown(page, word):
+    code, shown = examples((ROOT / "docs" / f"{page}.md").read_text())
+    assert word in code
     assert run(code) == shown
+
+
+def test_the_hugging_face_script_runs(tmp_path):
+    out = tmp_path / "run"
+    (tmp_path / "text").write_text("To be, or not to be, that is the question: " * 40)
+    arguments = ["--text", str(tmp_path / "text"), "--steps", "4", "--out", str(out)]
+    script = ROOT / "examples" / "huggingface.py"
+    found = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=True)
+    assert "'To be, or not to" in found.stdout
+    assert json.loads((out / "config.json").read_text())["model_type"] == "gpt2"
+    assert "shaped" not in (out / "config.json").read_text()
 
 
 def test_every_option_in_the_readme_exists():
