@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shaped.checks import in_range
+from shaped.nn import fused
 
 Gain = float | Tensor
 
@@ -59,10 +60,17 @@ def shaped_attention(
     some = None
     if attn_mask is not None:
         attn_mask, some = _attending(attn_mask)
-    attended = scaled_dot_product_attention(
-        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
-    if not (_is_zero(gamma1) and _is_zero(gamma2)):
+
+    def attend(v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+
+    shapes = not (_is_zero(gamma1) and _is_zero(gamma2))
+    if shapes and aligned and attn_mask is None and fused.fits(q, v, gamma1, gamma2):
+        return fused.shaped(attend, v, heads, gamma1, gamma2, causal)
+    attended = attend(v)
+    if shapes:
         own, resting = own_values(v, Q, positions), resting_values(q, v, attn_mask, causal)
         attended = _plus(_plus(attended, gamma1, _for_each(heads, own)), gamma2, _for_each(heads, resting), sign=-1)
     return attended if some is None else torch.where(some, attended, 0.0)

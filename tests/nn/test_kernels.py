@@ -1,0 +1,181 @@
+"""Identity and centring fused around the stock kernel: the wiring of the gradients anywhere, the kernels on a GPU."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from shaped.nn import fused
+from shaped.nn.attention import running_mean
+from shaped.nn.functional import shaped_attention
+from stats import generator
+
+needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and fused.TRITON), reason="needs a GPU and Triton")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # a few roundings, relative to the largest entry
+
+
+@fused.correct.register_kernel("cpu")
+def _(y, x, v, gamma1, weight1, gamma2, weight2, causal, transposed, learned):
+    """What the kernels compute, written out: this tests all that is around them where there is no GPU."""
+    m, heads = x.shape[-2], max(x.shape[1], y.shape[1])
+    R = torch.full((m, m), 1 / m, dtype=x.dtype)
+    if causal:
+        R = torch.ones(m, m, dtype=x.dtype).tril() / torch.arange(1, m + 1)[:, None]
+    one, two = (torch.as_tensor(w) if g is None else w * g[:, None, None] for g, w in ((gamma1, weight1), (gamma2, weight2)))
+    if not transposed:
+        x = x.repeat_interleave(heads // x.shape[1], 1)
+        return y + one * x - two * (R @ x), x.new_empty(0)
+    rest = R.mT @ x
+    v = v.repeat_interleave(heads // v.shape[1], 1)
+    dgamma = torch.stack([(x * v).sum((0, 2, 3)), -(rest * v).sum((0, 2, 3))], 1) if learned else x.new_empty(0)
+    return y + (one * x - two * rest).unflatten(1, (y.shape[1], -1)).sum(2), dgamma
+
+
+def inputs(heads, key_heads, m, D, dtype, device):
+    g = generator(110)
+    shapes = ((2, heads, m, D), (2, key_heads, m, D), (2, key_heads, m, D), (heads, 1, 1), (heads, 1, 1))
+    return [torch.randn(shape, generator=g, dtype=torch.float64).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def dense(q, k, v, gamma1, gamma2, causal) -> torch.Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    m = q.shape[-2]
+    B = torch.zeros(m, m, dtype=q.dtype, device=q.device)
+    if causal:
+        B.masked_fill_(torch.ones_like(B).triu(1).bool(), -math.inf)
+    A = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5 + B, -1) - gamma2 * torch.softmax(B, -1)
+    return (A + gamma1 * torch.eye(m, dtype=q.dtype, device=q.device)) @ v
+
+
+def assert_near(ours, theirs, tolerance):
+    assert ours.shape == theirs.shape
+    assert (ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def compare(work, given, causal, tolerance):
+    """Output and all gradients of work(*given) against the matrix written out in double precision."""
+    exact = [x.detach().double().requires_grad_() for x in given]
+    ours, theirs = work(*given), dense(*exact, causal=causal)
+    assert_near(ours, theirs, tolerance)
+    weight = torch.randn(theirs.shape, generator=generator(111), dtype=torch.float64).to(theirs.device)
+    gradients = torch.autograd.grad(ours, given, weight.to(ours.dtype)), torch.autograd.grad(theirs, exact, weight.to(ours.dtype).double())
+    for one, other in zip(*gradients, strict=True):
+        assert_near(one, other, tolerance)
+
+
+# PyTorch's compiler makes an instance of Function, against PyTorch's own warning.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("key_heads", [4, 2, 1], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradients_go_through_fork_and_join(causal, key_heads, compiled):
+    given, grouped = inputs(4, key_heads, 7, 16, torch.float64, "cpu"), key_heads < 4
+
+    def work(q, k, v, gamma1, gamma2):
+        def attend(values):
+            return scaled_dot_product_attention(q, k, values, is_causal=causal, enable_gqa=grouped)
+
+        return fused.shaped(attend, v, 4, gamma1, gamma2, causal)
+
+    compare(torch.compile(work, fullgraph=True, backend="aot_eager") if compiled else work, given, causal, 1e-12)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    q, k, v, gamma1, _ = (x.detach() for x in inputs(4, 2, 7, 16, torch.float64, "cpu"))
+
+    def work(**changed):
+        used = {"q": q, "k": k, "v": v, "gamma1": gamma1} | changed
+        attend = lambda values: scaled_dot_product_attention(used["q"], used["k"], values, enable_gqa=True)  # noqa: E731
+        return fused.shaped(attend, used["v"], 4, used["gamma1"], 0.5, False)
+
+    exact = dense(q, k, v, gamma1, 0.5, False)
+    assert not work().requires_grad
+    assert torch.allclose(work(), exact, rtol=1e-12, atol=1e-12)
+    for name, value in {"q": q, "v": v, "gamma1": gamma1}.items():
+        leaf = value.clone().requires_grad_()
+        all_exact = {"q": q, "k": k, "v": v, "gamma1": gamma1} | {name: leaf}
+        theirs = torch.autograd.grad(dense(*all_exact.values(), gamma2=0.5, causal=False).sum(), leaf)[0]
+        assert torch.allclose(torch.autograd.grad(work(**{name: leaf}).sum(), leaf)[0], theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gain_for_each_token_is_left_to_the_reference():
+    assert fused._by_head(torch.ones(4, 1, 1), 4)
+    assert fused._by_head(torch.ones(()), 4)
+    assert not fused._by_head(torch.ones(4, 1), 4)
+    assert not fused._by_head(torch.ones(4, 7, 1), 4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("m", [1, 7, 64, 129, 513, 1100])
+@pytest.mark.parametrize("key_heads", [4, 2, 1], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_kernels_are_dense(dtype, causal, key_heads, m):
+    given = inputs(4, key_heads, m, 64, dtype, "cuda")
+    q, _, v, gamma1, gamma2 = given
+    assert fused.fits(q, v, gamma1, gamma2)
+
+    def work(q, k, v, gamma1, gamma2):
+        return shaped_attention(q, k, v, gamma1=gamma1, gamma2=gamma2, is_causal=causal)
+
+    compare(work, given, causal, TOLERANCE[dtype])
+    with torch.no_grad():
+        exact = dense(*(x.double() for x in given), causal=causal)
+        assert_near(work(*given), exact, TOLERANCE[dtype])
+
+
+@needs_gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("D", [16, 32, 128, 256])
+def test_features(D, causal):
+    def work(q, k, v, gamma1, gamma2):
+        return shaped_attention(q, k, v, gamma1=gamma1, gamma2=gamma2, is_causal=causal)
+
+    compare(work, inputs(4, 2, 130, D, torch.bfloat16, "cuda"), causal, TOLERANCE[torch.bfloat16])
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_compiled_on_a_gpu(causal):
+    def work(q, k, v, gamma1, gamma2):
+        return shaped_attention(q, k, v, gamma1=gamma1, gamma2=gamma2, is_causal=causal)
+
+    compiled = torch.compile(work, fullgraph=True)
+    for m in (129, 300):  # the second time with dynamic lengths
+        compare(compiled, inputs(4, 2, m, 64, torch.bfloat16, "cuda"), causal, TOLERANCE[torch.bfloat16])
+
+
+@needs_gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_any_strides_autocast_and_checkpointing(causal):
+    from torch.utils.checkpoint import checkpoint
+
+    given = inputs(4, 2, 130, 64, torch.float32, "cuda")
+
+    def work(q, k, v, gamma1, gamma2):
+        # As [batch, tokens, heads, features], and values with features apart.
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        v = v.mT.contiguous().mT
+        return shaped_attention(q, k, v, gamma1=gamma1, gamma2=gamma2, is_causal=causal)
+
+    compare(work, given, causal, TOLERANCE[torch.float32])
+    compare(lambda *x: checkpoint(work, *x, use_reentrant=False), given, causal, TOLERANCE[torch.float32])
+    with torch.autocast("cuda", torch.bfloat16):
+        compare(work, given, causal, TOLERANCE[torch.bfloat16])
+
+
+@needs_gpu
+def test_running_mean_of_a_long_sequence():
+    v = torch.randn(1, 1, 20_000, 64, generator=generator(112)).cuda()
+    none = torch.zeros(1, 1, 1, 64, device="cuda").expand_as(v)
+    mean = fused.correct(none, v, v, None, 0.0, None, -1.0, True, False, False)[0]
+    assert (mean - running_mean(v.double(), torch.float64)).abs().max() < 1e-5
+
+
+@needs_gpu
+def test_transforms_take_the_reference():
+    q, k, v, *_ = (x.detach() for x in inputs(4, 4, 64, 64, torch.float32, "cuda"))
+    each = torch.vmap(lambda q, k, v: shaped_attention(q[None], k[None], v[None])[0])(q, k, v)
+    assert_near(each, shaped_attention(q, k, v).double(), 1e-5)
