@@ -81,7 +81,13 @@ class Join(torch.autograd.Function):
         return do, do, None, None, None, None, None, None
 
 
-@torch.library.custom_op("shaped::correct", mutates_args=(), device_types="cuda")
+SCHEMA = (
+    "(Tensor y, Tensor x, Tensor v, Tensor? gamma1, float weight1, Tensor? gamma2, float weight2, "
+    "bool causal, bool transposed, bool learned) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("shaped::correct", mutates_args=(), device_types="cuda", schema=SCHEMA)
 def correct(
     y: Tensor,
     x: Tensor,
