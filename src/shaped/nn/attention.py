@@ -60,16 +60,12 @@ def shaped_attention(
     some = None
     if attn_mask is not None:
         attn_mask, some = _attending(attn_mask)
-
-    def attend(v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-
     shapes = not (_is_zero(gamma1) and _is_zero(gamma2))
-    if shapes and aligned and attn_mask is None and fused.fits(q, v, gamma1, gamma2):
-        return fused.shaped(attend, v, heads, gamma1, gamma2, causal)
-    attended = attend(v)
+    if shapes and aligned and attn_mask is None and dropout_p == 0.0 and fused.fits(q, v, gamma1, gamma2):
+        return fused.attention(q, k, v, gamma1, gamma2, scale, causal)
+    attended = scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
     if shapes:
         own, resting = own_values(v, Q, positions), resting_values(q, v, attn_mask, causal)
         attended = _plus(_plus(attended, gamma1, _for_each(heads, own)), gamma2, _for_each(heads, resting), sign=-1)

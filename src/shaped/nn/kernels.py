@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64  # tokens of one program
-WARPS = 4
 
 
 @triton.jit
@@ -160,7 +159,7 @@ def correct(
     sums = x.new_empty((batch, x_heads, blocks, D), dtype=torch.float32)
     dgamma = x.new_empty((batch, x_heads, blocks, 2), dtype=torch.float32) if gains else None
     with torch.cuda.device(x.device):
-        block_sums[(batch * x_heads * blocks,)](x, sums, *x.stride(), x_heads, m, D, BLOCK, causal and transposed, num_warps=WARPS)
+        block_sums[(batch * x_heads * blocks,)](x, sums, *x.stride(), x_heads, m, D, BLOCK, causal and transposed, num_warps=2)
         correct_kernel[(batch * heads * blocks,)](
             y,
             out,
@@ -186,6 +185,6 @@ def correct(
             causal,
             transposed,
             gains,
-            num_warps=WARPS,
+            num_warps=4,
         )
     return None if dgamma is None else dgamma.sum((0, 2))
