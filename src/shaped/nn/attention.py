@@ -8,8 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from shaped.checks import in_range
 from shaped.nn import fused
-
-Gain = float | Tensor
+from shaped.nn.fused import Gain
 
 
 def shaped_attention(
@@ -29,7 +28,8 @@ def shaped_attention(
 
     The softmax goes through `scaled_dot_product_attention`. The centring, the attention at zero logits, is a mean of the values
     without a mask, a running mean for the causal mask, a masked mean for key padding, and a second call of the fused kernel, with zero
-    queries, for a mask of any other form. With gamma1 = gamma2 = 0 this is `scaled_dot_product_attention`.
+    queries, for a mask of any other form. With gamma1 = gamma2 = 0 this is `scaled_dot_product_attention`. On a GPU `fused` takes over
+    where it can; this is its reference.
 
     Args:
         q: queries, [..., heads, Q, E].

@@ -26,6 +26,8 @@ def fits(q: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain) -> bool:
         return False
     if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
         return False
+    if not all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, v)):  # distributed, fake and other tensors
+        return False
     D = q.shape[-1]
     shapes = q.ndim == 4 and v.shape[-1] == D and D in (16, 32, 64, 128, 256) and q.shape[-2] > 0 and q.shape[0] > 0
     return shapes and _has_flash(q.device.index) and all(_by_head(gamma, q.shape[1]) for gamma in (gamma1, gamma2))
@@ -172,9 +174,13 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> bool:
-    """What `scaled_dot_product_attention` would choose, but for short sequences, which not all of cuDNN's kernels take."""
+    """What `scaled_dot_product_attention` would choose, but only for shapes that cuDNN's backward kernels take too."""
     grouped = q.shape[1] > k.shape[1]
-    return q.shape[-2] >= 64 and aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped) == CUDNN
+    return (
+        q.shape[-2] >= 64
+        and q.shape[-1] <= 128
+        and aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped) == CUDNN
+    )
 
 
 @torch.compiler.assume_constant_result
