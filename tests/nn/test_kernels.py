@@ -11,11 +11,8 @@ from shaped.nn.functional import shaped_attention
 from stats import generator
 
 needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and fused.TRITON), reason="needs a GPU and Triton")
-TOLERANCE = {
-    torch.float32: 1e-4,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1.2e-2,
-}  # a few roundings, relative to the largest entry, which is about 1 or more
+# A few roundings, relative to the largest entry, which is about 1 or more.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 def matrices(q, k, scale, causal):
@@ -199,6 +196,7 @@ def test_running_mean_of_a_long_sequence():
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_transforms_take_the_reference():
     q, k, v, *_ = (x.detach() for x in inputs(4, 4, 64, 64, torch.bfloat16, "cuda"))
     each = torch.vmap(lambda q, k, v: shaped_attention(q[None], k[None], v[None])[0])(q, k, v)
