@@ -49,7 +49,6 @@ def forms(gpu: bool) -> dict[str, Form]:
     made: dict[str, Form] = {"plain": plain, "shaped": shaped, "materialised": materialised}
     if gpu:
         made["shaped, compiled"] = torch.compile(shaped, dynamic=False)
-        made["plain, compiled"] = torch.compile(plain, dynamic=False)
     return made
 
 

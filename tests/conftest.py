@@ -4,5 +4,4 @@ import torch
 from jaxtyping import install_import_hook
 
 torch.set_num_threads(1)  # the tests run in several processes
-with install_import_hook("shaped", "beartype.beartype"):
-    pass
+install_import_hook("shaped", "beartype.beartype")  # for as long as the tests run: it ends with a `with` block, if it is given one

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shaped.checks import in_range
-
-Gain = float | Tensor
+from shaped.nn import fused
+from shaped.nn.fused import Gain
 
 
 def shaped_attention(
@@ -28,7 +28,8 @@ def shaped_attention(
 
     The softmax goes through `scaled_dot_product_attention`. The centring, the attention at zero logits, is a mean of the values
     without a mask, a running mean for the causal mask, a masked mean for key padding, and a second call of the fused kernel, with zero
-    queries, for a mask of any other form. With gamma1 = gamma2 = 0 this is `scaled_dot_product_attention`.
+    queries, for a mask of any other form. With gamma1 = gamma2 = 0 this is `scaled_dot_product_attention`. On a GPU `fused` takes over
+    where it can; this is its reference.
 
     Args:
         q: queries, [..., heads, Q, E].
@@ -59,10 +60,13 @@ def shaped_attention(
     some = None
     if attn_mask is not None:
         attn_mask, some = _attending(attn_mask)
+    shapes = not (_is_zero(gamma1) and _is_zero(gamma2))
+    if shapes and aligned and attn_mask is None and dropout_p == 0.0 and fused.fits(q, v, gamma1, gamma2):
+        return fused.attention(q, k, v, gamma1, gamma2, scale, causal)
     attended = scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
     )
-    if not (_is_zero(gamma1) and _is_zero(gamma2)):
+    if shapes:
         own, resting = own_values(v, Q, positions), resting_values(q, v, attn_mask, causal)
         attended = _plus(_plus(attended, gamma1, _for_each(heads, own)), gamma2, _for_each(heads, resting), sign=-1)
     return attended if some is None else torch.where(some, attended, 0.0)
