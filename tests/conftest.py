@@ -1,7 +1,8 @@
-"""Shapes and types are checked at run time here, and only here; the import hook must come before `shaped` is imported."""
+"""Shapes and types of the theory are checked at run time here, and only here; the import hook must come before `shaped` is imported."""
 
 import torch
 from jaxtyping import install_import_hook
 
 torch.set_num_threads(1)  # the tests run in several processes
-install_import_hook("shaped", "beartype.beartype")  # for as long as the tests run: it ends with a `with` block, if it is given one
+THEORY = ["shaped.covariance", "shaped.layers", "shaped.limit", "shaped.finite", "shaped.nn.networks"]
+install_import_hook(THEORY, "beartype.beartype")  # for as long as the tests run; given to `with`, it would end with its block

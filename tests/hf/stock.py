@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from transformers import (
     RobertaForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -78,6 +82,13 @@ def t5(**kwargs):
     return T5ForConditionalGeneration, T5Config(**sizes, **tokens, **kwargs)
 
 
+def umt5(**kwargs):
+    """Like T5, but its decoder's self-attention does not say that it is causal."""
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    tokens: dict[str, Any] = {"pad_token_id": PAD, "decoder_start_token_id": PAD, "eos_token_id": None}
+    return UMT5ForConditionalGeneration, UMT5Config(**sizes, **tokens, **kwargs)
+
+
 def bart(**kwargs):
     sizes: dict[str, Any] = {
         f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in (("layers", 2), ("attention_heads", 4))
@@ -104,7 +115,16 @@ def made(make, implementation="shaped", seed=0, **kwargs) -> Any:
                 parameter.normal_(std=0.4)
             elif "bias" in name:
                 parameter.normal_(std=0.1)
+    for module in model.modules():  # the reference is told by the call itself whether keys come from elsewhere
+        elsewhere = {"key_value_states", "encoder_hidden_states"} & set(inspect.signature(module.forward).parameters)
+        if elsewhere:
+            module.register_forward_pre_hook(partial(_remember, next(iter(elsewhere))), with_kwargs=True)
     return model.double().eval()
+
+
+def _remember(name, module, args, kwargs):
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    module.keys_from_elsewhere = bound.arguments.get(name) is not None
 
 
 def reference_attention(module, query, key, value, attention_mask, scaling=None, is_causal=None, position_bias=None, **kwargs):
@@ -119,8 +139,7 @@ def reference_attention(module, query, key, value, attention_mask, scaling=None,
     nothing = (bias == -torch.inf).all(-1, keepdim=True)
     bias = bias.masked_fill(nothing, 0.0)
     A = torch.softmax(query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling) + bias, -1)
-    cross = "Cross" in type(module).__name__ or (getattr(module, "is_decoder", False) and not module.is_causal)
-    if not cross:
+    if not getattr(module, "keys_from_elsewhere", False):
         A = A - torch.softmax(bias, -1) + torch.eye(K, dtype=query.dtype)[K - Q :]
     return (A.masked_fill(nothing, 0.0) @ value).transpose(1, 2).contiguous(), A
 

@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from refusals import refused
-from shaped.covariance import correlation, gram
 from shaped.hf import (
     ShapedConfig,
     ShapedForCausalLM,
@@ -65,7 +64,6 @@ def test_initial_tokens_have_unit_variance_and_keep_it():
     outputs = model(ids, output_hidden_states=True)
     for states in (outputs.hidden_states[0], outputs.last_hidden_state):
         assert states.square().mean().item() == pytest.approx(1.0, abs=5 * math.sqrt(2 / 512))
-    assert correlation(gram(outputs.last_hidden_state.double())).triu(1).abs().max() < 1
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -90,9 +88,10 @@ def test_saved_and_loaded(kind, auto, block, tmp_path):
         assert type(again) is kind
         assert again.config._attn_implementation == "shaped"
         assert torch.equal(again(tokens(), attention_mask=PADDING)[0], model(tokens(), attention_mask=PADDING)[0])
-    plain = kind.from_pretrained(tmp_path, attn_implementation="sdpa")
-    assert plain.config._attn_implementation == "sdpa"
-    assert torch.equal(plain(tokens())[0], model(tokens())[0]) == (block != "shaped")
+    for other in ("sdpa", "eager"):
+        plain = kind.from_pretrained(tmp_path, attn_implementation=other)
+        assert plain.config._attn_implementation == other
+        assert torch.allclose(plain(tokens())[0], model(tokens())[0], atol=1e-6) == (block != "shaped")
 
 
 def test_what_a_checkpoint_lacks_starts_as_it_should(tmp_path):
@@ -128,19 +127,23 @@ def test_generation_does_not_depend_on_the_cache(block, padded):
     model = made(ShapedForCausalLM, block=block).double()
     mask = PADDING.flip(-1) if padded else torch.ones_like(PADDING)
     settings = GenerationConfig(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
-    without, dynamic, static, beams = (
+    without, dynamic, static = (
         model.generate(tokens(), attention_mask=mask, generation_config=settings, **cache)
         for cache in (
             {"use_cache": False},
             {"use_cache": True},
             {"cache_implementation": "static", "disable_compile": True},
-            {"num_beams": 1, "cache_implementation": "offloaded_static" if torch.cuda.is_available() else "dynamic"},
         )
     )
     assert without.shape == (2, 17)
     assert torch.equal(dynamic, without)
     assert torch.equal(static, without)
-    assert torch.equal(beams, without)
+    beams = [
+        model.generate(tokens(), attention_mask=mask, generation_config=settings, num_beams=3, **cache)
+        for cache in ({"use_cache": False}, {"use_cache": True}, {"cache_implementation": "static", "disable_compile": True})
+    ]
+    assert torch.equal(beams[1], beams[0])
+    assert torch.equal(beams[2], beams[0])
 
 
 def test_a_decoder_does_not_look_ahead_and_an_encoder_does():
@@ -213,6 +216,28 @@ def test_recover_ends_at_a_vanilla_model(tmp_path):
     assert torch.equal(AutoModelForMaskedLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
+def test_a_config_is_not_changed_by_the_models_made_of_it():
+    shared = config()
+    causal, masked = ShapedForCausalLM(shared), ShapedForMaskedLM(shared)
+    assert (shared.is_decoder, causal.config.is_decoder, masked.config.is_decoder) == (False, True, False)
+    assert not ShapedForMaskedLM(causal.config).config.is_decoder
+
+
+def test_the_last_token_of_a_long_sequence_in_half_precision():
+    model = made(ShapedForSequenceClassification, is_decoder=True, max_position_embeddings=400).bfloat16()
+    ids = tokens(batch=1, length=400)
+    changed = ids.clone()
+    changed[0, -1] = (ids[0, -1] + 7) % VOCABULARY
+    assert not torch.equal(model(ids).logits, model(changed).logits)
+
+
+def test_more_tokens_than_positions_are_refused():
+    with refused("input_ids", "24", "25"):
+        made(ShapedModel)(tokens(length=25))
+    with refused("input_ids", "24", "25"):
+        made(ShapedForCausalLM).generate(tokens(), max_new_tokens=20, do_sample=False)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -222,6 +247,7 @@ def test_recover_ends_at_a_vanilla_model(tmp_path):
         ({"recover_steps": 0}, ["recover_steps", "0"]),
         ({"gamma": 1.5}, ["gamma", "1.5"]),
         ({"tau0": 0.0}, ["tau0", "0.0"]),
+        ({"type_vocab_size": -1}, ["type_vocab_size", "-1"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),
         ({"attention_dropout": -0.1}, ["attention_dropout", "-0.1"]),
     ],

@@ -52,6 +52,8 @@ def test_through_the_auto_classes(make, auto, tmp_path):
     stock = auto.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert stock.config._attn_implementation == "sdpa"
     assert torch.equal(stock(**given).logits, made(make, "sdpa").float()(**given).logits)
+    stock.save_pretrained(tmp_path / "stock")
+    assert "attn_implementation" not in json.loads((tmp_path / "stock" / "config.json").read_text())
 
 
 def test_a_new_head_on_a_shaped_body(tmp_path):
@@ -116,6 +118,76 @@ def test_recover_ends_at_the_stock_model(make, tmp_path):
     tempered = hf.shape(made(make, "sdpa"), tau0=1.0, gamma1=0.0, gamma2=0.0)
     with refused("tau0=None", "1.0"):
         hf.vanilla(tempered)
+
+
+def test_shaped_anew():
+    """The second call is as if there had been no first."""
+    twice = hf.shape(hf.shape(made(bert, "sdpa"), tau0=1.0), tau0=None, learn=True, gamma1=0.3)
+    once = hf.shape(made(bert, "sdpa"), tau0=None, learn=True, gamma1=0.3)
+    given = inputs("bert")
+    assert twice.config.shaped == once.config.shaped
+    assert len(gains(twice)) == 4
+    assert torch.equal(twice(**given).logits, once(**given).logits)
+
+
+def test_what_cannot_be_shaped_or_made_plain_is_refused():
+    with refused("ShapedConfig", "ShapedModel"):
+        hf.shape(hf.ShapedModel(hf.ShapedConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)))
+    with refused("shaped.hf.shape", "BertForMaskedLM"):
+        hf.vanilla(made(bert))
+    with refused("block", "preln"):
+        hf.vanilla(hf.ShapedModel(hf.ShapedConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, block="preln")))
+    with torch.device("meta"):
+        kind, config = bert()
+        empty = kind(config)
+    with refused("meta"):
+        hf.shape(empty)
+
+
+def test_gains_that_a_checkpoint_lacks_start_where_they_should(tmp_path):
+    made(bert, "sdpa").float().save_pretrained(tmp_path)
+    kind, config = bert()
+    config.shaped = {"tau0": None, "learn": True, "gamma1": 0.4, "gamma2": 0.7, "instead_of": "sdpa"}
+    model = kind.from_pretrained(tmp_path, config=config, attn_implementation="shaped")
+    assert [gain.item() for gain in gains(model)] == pytest.approx([0.4, 0.7] * 2)
+
+
+def test_parts_of_a_composite_model_are_loaded_shaped(tmp_path):
+    from transformers import CLIPConfig, CLIPModel, CLIPTextModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    text = sizes | {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 20}
+    clip = CLIPModel(CLIPConfig(text_config=text, vision_config=sizes | {"image_size": 8, "patch_size": 4}, projection_dim=8))
+    hf.shape(clip.eval(), gamma1=0.4)
+    clip.save_pretrained(tmp_path)
+    ids = torch.randint(4, 40, (2, 9), generator=generator(6))
+    part = CLIPTextModel.from_pretrained(tmp_path)
+    assert part.config._attn_implementation == "shaped"
+    assert torch.equal(part(ids)[0], clip.text_model(ids)[0])
+
+
+def test_models_of_ones_own_around_a_stock_one():
+    """Wherever their class is defined."""
+    from transformers import BertModel, BertPreTrainedModel
+
+    class Mine(BertPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.bert = BertModel(config)
+            self.post_init()
+
+    Mine.__module__ = "__main__"
+    assert len(shapings(hf.shape(Mine(bert()[1])))) == 2
+
+
+def test_weights_that_are_not_in_memory(tmp_path):
+    """Learned gains on a disk are fetched like the weights around them."""
+    model = hf.shape(made(bert, "sdpa").float(), learn=True, gamma1=0.4)
+    model.save_pretrained(tmp_path / "model")
+    places = {"bert.embeddings": "cpu", "bert.encoder.layer.0": "cpu", "bert.encoder.layer.1": "disk", "cls": "cpu"}
+    again = type(model).from_pretrained(tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "disk"))
+    given = inputs("bert")
+    assert torch.allclose(again(**given).logits, model(**given).logits, atol=1e-6)
 
 
 def load_saved(model, path):

@@ -6,14 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from stock import bert
+from stock import bart, bert, t5
 from stock import made as stock_model
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from refusals import refused
-from shaped.hf import DiagnosticsCallback, ShapedConfig, ShapedForMaskedLM, ShapingCallback, parameter_groups, shape, vanilla
-from shaped.hf.callbacks import layer_of
+from shaped.hf import (
+    DiagnosticsCallback,
+    ShapedConfig,
+    ShapedForCausalLM,
+    ShapedForMaskedLM,
+    ShapedForSequenceClassification,
+    ShapingCallback,
+    parameter_groups,
+    shape,
+    vanilla,
+)
+from shaped.hf.attention import observers
+from shaped.hf.callbacks import layers
 from shaped.nn import Recover, gains
 from shaped.nn.diagnostics import attention_entropy, token_correlation
 from stats import generator
@@ -51,11 +62,12 @@ def model_of(schedule, seed=0) -> Any:
     return ShapedForMaskedLM(ShapedConfig(**sizes, gamma=0.3, schedule=schedule, recover_steps=15))
 
 
-def trainer_of(model, folder, callbacks, steps=20, rate=3e-3, data=None, clip=1.0):
+def trainer_of(model, folder, callbacks, steps=20, rate=3e-3, data=None, clip=1.0, batch=8, accumulate=1):
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulate,
         learning_rate=rate,
         lr_scheduler_type="constant",
         save_steps=10,
@@ -147,6 +159,7 @@ def test_a_stock_model_is_trained_shaped_and_recovers(tmp_path):
     assert list(callback.history[0]["entropy"]) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
     plain = vanilla(stock)
     assert plain.config._attn_implementation == "sdpa"
+    assert torch.equal(plain.eval()(Text().ids[:2]).logits, stock.eval()(Text().ids[:2]).logits)
 
 
 def test_gains_do_not_decay():
@@ -158,9 +171,65 @@ def test_gains_do_not_decay():
 
 
 def test_names_of_layers():
-    assert layer_of("bert.encoder.layer.3.attention.self") == "bert.encoder.layer.3"
-    assert layer_of("model.layers.11") == "model.layers.11"
-    assert layer_of("attention") == "attention"
+    assert list(layers(stock_model(bert))) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+    assert list(layers(stock_model(t5))) == [f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(2)]
+    assert list(layers(model_of("fixed"))) == ["model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize("make", [bart, t5])
+def test_diagnostics_of_encoder_and_decoder(make, tmp_path):
+    class Pairs(Text):
+        def __getitem__(self, i):
+            return super().__getitem__(i) | {"labels": self.ids[i, :7]}
+
+    callback = DiagnosticsCallback(every=1)
+    model = stock_model(make).float().train()
+    trainer_of(model, tmp_path, [callback], steps=1, data=Pairs(padded=True)).train()
+    (row,) = callback.history
+    assert list(row["entropy"]) == list(row["correlation"]) == list(row["gradient_norm"]) == list(layers(model))
+    assert all(math.isfinite(value) for value in row["entropy"].values())
+    assert all(entropy <= math.log(8) + 1e-6 for name, entropy in row["entropy"].items() if "encoder" in name.split("."))
+
+
+@pytest.mark.parametrize("block", ["preln", "postln", "vanilla"])
+def test_diagnostics_of_what_is_compared_with(block, tmp_path):
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    callback = DiagnosticsCallback(every=1)
+    trainer_of(ShapedForMaskedLM(ShapedConfig(**sizes, block=block)), tmp_path, [callback], steps=1).train()
+    assert callback.history[0]["gamma1"] == {"model.layers.0": 0.0, "model.layers.1": 0.0}
+    assert len(callback.history[0]["entropy"]) == 2
+
+
+def test_diagnostics_refuse_what_they_cannot_see_and_leave_nothing_behind(tmp_path):
+    with refused("attn_implementation", "sdpa"):
+        trainer_of(stock_model(bert, "sdpa").float(), tmp_path, [DiagnosticsCallback()], steps=1).train()
+    model = model_of("fixed")
+    trainer = trainer_of(model, tmp_path, [DiagnosticsCallback(every=1)], steps=1)
+    fails = model.head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    fails.remove()
+    trainer.train()
+    assert not observers
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", [ShapedForMaskedLM, ShapedForCausalLM, ShapedForSequenceClassification])
+def test_accumulated_gradients_are_those_of_the_whole_batch(kind, tmp_path):
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+    class Labelled(Text):
+        def __getitem__(self, i):
+            return super().__getitem__(i) | ({"labels": i % 2} if kind is ShapedForSequenceClassification else {})
+
+    norms = []
+    for batch, times in ((8, 1), (2, 4)):
+        torch.manual_seed(0)
+        work: dict[str, Any] = {"batch": batch, "accumulate": times, "data": Labelled(), "rate": 0.0, "clip": 1e9}
+        trainer = trainer_of(kind(ShapedConfig(**sizes)), tmp_path, [], steps=1, **work)
+        trainer.train()
+        norms.append(next(row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 def test_wrong_input_is_named():

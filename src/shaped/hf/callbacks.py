@@ -14,7 +14,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from shaped.checks import whole_number
 from shaped.files import write_atomically
 from shaped.hf import attention
-from shaped.hf.shaping import shaped_attentions
 from shaped.nn.diagnostics import attention_entropy, token_correlation
 from shaped.nn.schedules import Schedule
 
@@ -52,44 +51,56 @@ class DiagnosticsCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """What a resumed run will do again is forgotten."""
+        self._stop_watching()
+        if not layers(kwargs["model"]):
+            raise ValueError(f"model must have self-attention by the attention interface, got {type(kwargs['model']).__name__}")
+        chosen = getattr(getattr(kwargs["model"], "config", None), "_attn_implementation", attention.NAME)
+        if chosen != attention.NAME:
+            raise ValueError(f"model must have attn_implementation='{attention.NAME}' for its attention to be seen, got {chosen!r}")
         path = self._path(args)
-        if path.exists():
-            self.history = [row for row in _rows(path) if row["step"] < state.global_step]
-            if state.is_world_process_zero:
-                kept = "".join(json.dumps(row) + "\n" for row in self.history)
-                write_atomically(path, lambda file: file.write(kept.encode()))
+        self.history = [row for row in _rows(path) if row["step"] < state.global_step] if path.exists() else []
+        if path.exists() and state.is_world_process_zero:
+            kept = "".join(json.dumps(row) + "\n" for row in self.history)
+            write_atomically(path, lambda file: file.write(kept.encode()))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._stop_watching()
         if state.global_step % self.every == 0:
             self._watch(kwargs["model"], state.global_step)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._row is None:
             return
+        row = self._row | {"gradient_norm": {name: gradient_norm(layer) for name, (layer, _) in layers(kwargs["model"]).items()}}
         self._stop_watching()
-        self._row["gradient_norm"] = gradient_norms(kwargs["model"])
-        self.history.append(self._row)
+        self.history.append(row)
         if state.is_world_process_zero:
             path = self._path(args)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
-                file.write(json.dumps(self._row) + "\n")
-        self._row = None
+                file.write(json.dumps(row) + "\n")
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._stop_watching()
 
     def _watch(self, model: nn.Module, step: int) -> None:
-        attentions = shaped_attentions(model)
-        names = {id(module): layer_of(name) for name, module in attentions.items()}
-        gains = {name: [gain.item() for gain in module.shaping.scalars()] for name, module in attentions.items()}  # pyright: ignore
+        """Hooks for one step; `_stop_watching` takes them away."""
+        found = layers(model)
+        names = {id(module): name for name, (_, module) in found.items()}
         row: dict[str, Any] = {"step": step, "entropy": {}, "correlation": {}}
-        row["gamma1"], row["gamma2"] = ({layer_of(name): values[i] for name, values in gains.items()} for i in range(2))
+        for i, gamma in enumerate(("gamma1", "gamma2")):
+            row[gamma] = {name: _number(torch.as_tensor(attention.gains_of(module)[i])) for name, (_, module) in found.items()}
         few, padding = slice(self.sequences), {}
 
         def remember_padding(module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
-            mask = named.get("attention_mask")
-            padding["real"] = mask[few] if isinstance(mask, Tensor) and mask.ndim == 2 else None
+            padding.update({name: named.get(name) for name in ("attention_mask", "decoder_attention_mask")})
+
+        def real(name: str, batch: int, m: int) -> Tensor:
+            """Which tokens are not padding, as far as the model was told."""
+            mask = padding.get("decoder_attention_mask" if "decoder" in name.split(".") else "attention_mask")
+            if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[0] >= batch and mask.shape[1] == m:
+                return mask[:batch].bool()
+            return torch.ones(batch, m, dtype=torch.bool)
 
         def entropy(module: nn.Module, q: Tensor, k: Tensor, scale: float, mask: Tensor | None, causal: bool) -> None:
             name = names.get(id(module))
@@ -97,50 +108,55 @@ class DiagnosticsCallback(TrainerCallback):
                 mask = mask if mask is None or mask.shape[0] == 1 else mask[few]
                 with torch.no_grad():
                     entropies = attention_entropy(q[few], k[few], scale=scale, is_causal=causal, attn_mask=mask).mean(-2)
-                row["entropy"][name] = (entropies if padding["real"] is None else entropies[padding["real"].bool()]).mean().item()
+                row["entropy"][name] = _number(entropies[real(name, *entropies.shape).to(q.device)].mean())
 
         def correlation(name: str) -> Any:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                if name not in row["correlation"]:
-                    tokens = output[0] if isinstance(output, tuple) else output
-                    row["correlation"][name] = token_correlation(tokens[few].detach(), padding["real"]).nanmean().item()
+                tokens = output[0] if isinstance(output, tuple) else output
+                if name not in row["correlation"] and isinstance(tokens, Tensor) and tokens.ndim == 3:
+                    tokens = tokens[few].detach()
+                    row["correlation"][name] = _number(token_correlation(tokens, real(name, *tokens.shape[:2]).to(tokens.device)).nanmean())
 
             return hook
 
         attention.observers.append(entropy)
         self._hooks.append(lambda: attention.observers.remove(entropy))
         self._hooks.append(model.register_forward_pre_hook(remember_padding, with_kwargs=True).remove)
-        modules = dict(model.named_modules())
-        for name in dict.fromkeys(names.values()):
-            self._hooks.append(modules[name].register_forward_hook(correlation(name)).remove)
+        for name, (layer, _) in found.items():
+            self._hooks.append(layer.register_forward_hook(correlation(name)).remove)
         self._row = row
 
     def _stop_watching(self) -> None:
         for remove in self._hooks:
             remove()
-        self._hooks = []
+        self._hooks, self._row = [], None
 
     @staticmethod
     def _path(args: TrainingArguments) -> Path:
         return Path(args.output_dir or ".") / "diagnostics.jsonl"
 
 
-def layer_of(name: str) -> str:
-    """The layer that a module stands in: bert.encoder.layer.3.attention.self is in bert.encoder.layer.3."""
-    found = re.match(r".*?(?:^|\.)\d+(?=\.|$)", name)
-    return found.group() if found else name
+def layers(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """The layers of a model, by name: the largest numbered part around each self-attention that has no other in it; and that attention."""
+    modules, attentions = dict(model.named_modules()), attention.self_attentions(model)
+
+    def layer_of(name: str) -> str:
+        for end in (match.end() for match in re.finditer(r"(?:^|\.)\d+(?=\.|$)", name)):
+            if sum(other.startswith(name[:end] + ".") for other in attentions) == 1:
+                return name[:end]
+        return name
+
+    return {layer_of(name): (modules[layer_of(name)], module) for name, module in attentions.items()}
 
 
-def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """The norm of the gradient of each layer that has shaped attention."""
-    layers = dict.fromkeys(layer_of(name) for name in shaped_attentions(model))
-    modules = dict(model.named_modules())
+def gradient_norm(layer: nn.Module) -> float | None:
+    gradients = [parameter.grad.detach().float() for parameter in layer.parameters() if parameter.grad is not None]
+    return _number(torch.nn.utils.get_total_norm(gradients))
 
-    def norm(layer: nn.Module) -> float:
-        gradients = [parameter.grad.detach().float() for parameter in layer.parameters() if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).item()
 
-    return {name: norm(modules[name]) for name in layers}
+def _number(value: Tensor) -> float | None:
+    """As JSON has them: what is not finite is null."""
+    return value.item() if value.isfinite() else None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ class ShapedConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("gamma", "attention_dropout", "hidden_dropout"):
             in_range(name, getattr(self, name), 0.0, 1.0)
+        whole_number("type_vocab_size", self.type_vocab_size, least=0)
         positive("tau0", self.tau0)
         finite("c_minus", self.c_minus)
         # Not written to config.json by transformers: a shaped model is shaped unless another attention is asked for.

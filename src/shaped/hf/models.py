@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -19,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from shaped.hf.attention import NAME, attention_forward
+from shaped.hf.attention import NAME
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn.blocks import LayerNormBlock, ShapedTransformerBlock
 from shaped.nn.modules import Matrix, ShapedFeedForwardBlock, ShapedSelfAttention
@@ -45,7 +47,7 @@ class Attend(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or NAME, attention_forward)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or NAME, sdpa_attention_forward)
         dropout = attention.dropout if self.training else 0.0
         return interface(attention, q, k, v, mask, dropout=dropout, scaling=attention.scale, **kwargs)
 
@@ -98,6 +100,11 @@ class ShapedPreTrainedModel(PreTrainedModel):
         """As the modules initialise themselves. transformers sees to it that what came from a checkpoint is left alone."""
         if isinstance(module, (Matrix, Table, Shapeable, ShapedTransformerBlock, nn.LayerNorm)):
             module.reset_parameters()
+
+    def _loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Trainer gives the number of items of all batches that it accumulates, over which the mean then is."""
+        counted = {"num_items_in_batch": kwargs.get("num_items_in_batch")}
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
 
 
 class Table(nn.Embedding):
@@ -166,8 +173,10 @@ class ShapedModel(ShapedPreTrainedModel):
         x = self.embedding.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.is_decoder and use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if isinstance(seen, int) and seen + x.shape[1] > self.config.max_position_embeddings:
+            raise ValueError(f"input_ids must have at most {self.config.max_position_embeddings} tokens, got {seen + x.shape[1]}")
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
         if self.config.is_decoder:
             mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
@@ -179,11 +188,20 @@ class ShapedModel(ShapedPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=x if self.norm is None else self.norm(x), past_key_values=past_key_values)
 
 
+def with_decoder(config: ShapedConfig, is_decoder: bool) -> ShapedConfig:
+    """The config with attention of this kind; a copy, if it had the other, since configs are shared."""
+    if config.is_decoder is not is_decoder:
+        config = copy.deepcopy(config)
+        config.is_decoder = is_decoder
+    return config
+
+
 class ShapedForMaskedLM(ShapedPreTrainedModel):
     _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: ShapedConfig):
-        super().__init__(config)
+        super().__init__(with_decoder(config, False))
+        config = self.config
         self.model, self.head = ShapedModel(config), Matrix(config.hidden_size, config.vocab_size, config.hidden_size**-0.5)
         self.post_init()
 
@@ -207,7 +225,7 @@ class ShapedForMaskedLM(ShapedPreTrainedModel):
         """`labels`: what was at the masked places, -100 elsewhere. (Trainer drops what forward does not name, so all is named.)"""
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.head(outputs.last_hidden_state)
-        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = None if labels is None else self._loss(logits, labels, kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
 
@@ -215,8 +233,8 @@ class ShapedForCausalLM(ShapedPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: ShapedConfig):
-        config.is_decoder = True
-        super().__init__(config)
+        super().__init__(with_decoder(config, True))
+        config = self.config
         self.model, self.head = ShapedModel(config), Matrix(config.hidden_size, config.vocab_size, config.hidden_size**-0.5)
         self.post_init()
 
@@ -251,7 +269,7 @@ class ShapedForCausalLM(ShapedPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(outputs.last_hidden_state[:, kept])
-        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = None if labels is None else self._loss(logits, labels, kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -263,6 +281,8 @@ class ShapedForCausalLM(ShapedPreTrainedModel, GenerationMixin):
 
 class ShapedForSequenceClassification(ShapedPreTrainedModel):
     """A linear classifier on the mean of the tokens that are not padding, or, for a decoder, on the last of them."""
+
+    accepts_loss_kwargs = False  # its loss is a mean over the batch; Trainer divides it when it accumulates
 
     def __init__(self, config: ShapedConfig):
         super().__init__(config)
@@ -283,12 +303,13 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
     ) -> SequenceClassifierOutput:
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         x = outputs.last_hidden_state
-        real = x.new_ones(x.shape[:2]) if attention_mask is None else attention_mask.to(x.dtype)
+        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask.bool()
         if self.config.is_decoder:
             last = (real * torch.arange(1, x.shape[1] + 1, device=x.device)).argmax(-1)
             pooled = x[torch.arange(len(x), device=x.device), last]
         else:
-            pooled = (x * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+            weights = real / real.sum(1, keepdim=True).clamp(min=1)
+            pooled = (x * weights[..., None].to(x.dtype)).sum(1)
         logits = self.classifier(pooled)
         loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)

@@ -125,11 +125,11 @@ def vanilla(model: Model) -> Model:
 
     The residual branches keep their lambda and gamma.
     """
-    model = copy.deepcopy(model)
     for name, module in model.named_modules():
         if isinstance(module, Shapeable) and any(bool((gain != 0).any()) for gain in module.scalars()):
             left = ", ".join(f"{gain.item():.3g}" for gain in module.scalars())
             raise ValueError(f"model must have gamma1 = gamma2 = 0 and negative slopes 0 (Recover), got {left} in {name or 'it'}")
+    model = copy.deepcopy(model)
     for module in list(model.modules()):
         if isinstance(getattr(module, "shaping", None), AttentionShaping):
             module.register_module("shaping", None)

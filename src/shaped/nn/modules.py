@@ -40,6 +40,10 @@ class AttentionShaping(Shapeable):
         add_gain(self, "gamma1", gamma1, trained)
         add_gain(self, "gamma2", gamma2, trained)
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """gamma1 and gamma2. To be called as a module is, so that what offloads or shards weights sees to them."""
+        return self.gamma1, self.gamma2
+
     def scalars(self) -> tuple[Tensor, ...]:
         return self.gamma1, self.gamma2
 
@@ -107,7 +111,7 @@ class ShapedSelfAttention(nn.Module):
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
-        gamma1, gamma2 = (0.0, 0.0) if self.shaping is None else self.shaping.scalars()
+        gamma1, gamma2 = (0.0, 0.0) if self.shaping is None else self.shaping()
         dropout = self.dropout if self.training else 0.0
         return shaped_attention(
             q, k, v, gamma1=gamma1, gamma2=gamma2, scale=self.scale, is_causal=self.is_causal, attn_mask=attn_mask, dropout_p=dropout
