@@ -1,0 +1,83 @@
+"""The law of the SDE against that of networks at the last layer: what figures 1 (right), 7 and masks have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from shaped.compare import compare
+from shaped.figures.claims import Row, agreement
+from shaped.figures.density import densities
+from shaped.figures.ensembles import FACES, Arrays, Ensemble, jobs, trajectory
+from shaped.figures.lab import Lab
+from shaped.layers import Layer
+
+Pair = tuple[int, int] | None
+Key = tuple[str, int, str]
+TITLES = {"rho": "correlation", "V": "covariance"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Fig. rho_path_density and Fig. covariance_SDE_vs_NN; V0 has unit diagonal, so that its entries are rho."""
+
+    n: int = 200
+    d: int = 150
+    gamma: float = 8**-0.5
+    tau0: float = 1.0
+    rho: float = 0.2
+    step: float = 0.01
+    samples: int = 2**12
+
+
+SCALES = {"quick": Settings(samples=2**10), "paper": Settings()}
+
+
+def settings(scale: str) -> Settings:
+    return SCALES[scale]
+
+
+def ensemble(settings: Settings, layer: Layer, m: int, lab: Lab) -> Ensemble:
+    return Ensemble(
+        layer=layer,
+        m=m,
+        n=settings.n,
+        d=settings.d,
+        samples=lab.share(settings.samples, m),
+        seed=lab.seed,
+        rho=settings.rho,
+        step=settings.step,
+        device=lab.device,
+    )
+
+
+def law_jobs(name: str, settings: Settings, layer: Layer, lab: Lab) -> dict[Key, partial[Arrays]]:
+    return {(name, m, face): job for m in lab.counts for face, job in jobs(ensemble(settings, layer, m, lab)).items()}
+
+
+def pair_claims(
+    id: str, words: str, statistic: str, found: dict[Key, Arrays], name: str, lab: Lab, pair: Pair = None, last: bool = False
+) -> list[Row]:
+    """Whether the two laws of "rho" or "V" agree, for each number of tokens; over all pairs, one pair, or the last two tokens."""
+    rows = []
+    for m in lab.counts:
+        one, other = (trajectory(found[name, m, face]) for face in FACES)
+        tokens = (m - 2, m - 1) if last else pair
+        distance = compare(one, other, statistics=(statistic,), pair=tokens, seed=lab.seed).ks[statistic]
+        rows.append(agreement(id, m, f"{words}: Kolmogorov-Smirnov distance of the {TITLES[statistic]}s", distance))
+    return rows
+
+
+def drawn_densities(statistic: str, found: dict[Key, Arrays], name: str, lab: Lab, pair: Pair = None) -> dict[str, np.ndarray]:
+    """Histograms and density estimates of the paths that did not stop, at the last layer, for the tokens that are drawn."""
+    arrays: dict[str, np.ndarray] = {}
+    m = lab.tokens
+    rows, columns = np.triu_indices(m, 1) if pair is None else ([pair[0]], [pair[1]])
+    for face in FACES:
+        paths = trajectory(found[name, m, face])
+        entries = getattr(paths, statistic)[-1][paths.stopped > paths.t[-1]].numpy()[:, rows, columns]
+        label = statistic if pair is None else f"{statistic}{pair[0]}{pair[1]}"
+        arrays |= densities(f"{label}_{face}", entries.ravel())
+    return arrays
