@@ -35,7 +35,7 @@ def compute(settings: Settings, lab: Lab) -> Result:
     chosen: dict[Any, Any] = {
         ("left", m, name): partial(mean_pairs, left(settings, layers[name], m, lab), ("rho",), False) for name in MODELS for m in lab.counts
     }
-    found = lab.run(chosen | laws.law_jobs("right", settings, layers["shaped"], lab))
+    found = lab.run(chosen | laws.law_jobs("right", settings, laws.transformer(settings), lab))
     claims = []
     for m in lab.counts:
         at_end = {name: mean_interval(found["left", m, name]["rho"][-1]) for name in MODELS}

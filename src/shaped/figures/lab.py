@@ -28,7 +28,7 @@ class Lab:
     seed: int = 0
     device: str = "cpu"
     executor: Executor | None = None
-    advance: Callable[[int, int], None] = lambda done, total: None
+    advance: Callable[[int, int], None] | None = None
     """Told after each job how many of how many are done."""
 
     def __post_init__(self) -> None:
@@ -41,18 +41,18 @@ class Lab:
         return tuple(sorted({*CLAIMED_TOKENS, self.tokens}))
 
     def share(self, samples: int, m: int) -> int:
-        """Samples for m tokens: all where m is drawn, a quarter where only claims are checked."""
-        return samples if m == self.tokens else max(2, samples // 4)
+        """Samples for m tokens: all where m is drawn, a quarter, but no fewer than 256, where only claims are checked."""
+        return samples if m == self.tokens else min(samples, max(256, samples // 4))
 
     def run(self, jobs: Mapping[K, Callable[[], R]]) -> dict[K, R]:
         """The jobs' results by their keys. Jobs must survive pickling (partials of functions that can be imported) and return numpy arrays."""
         done: dict[K, R] = {}
         keys, works = list(jobs), list(jobs.values())
-        self.advance(0, len(keys))
         results = enumerate(map(call, works)) if self.executor is None else scattered(self.executor, call, works)
         for place, result in results:
             done[keys[place]] = result
-            self.advance(len(done), len(keys))
+            if self.advance is not None:
+                self.advance(len(done), len(keys))
         return {key: done[key] for key in keys}
 
 

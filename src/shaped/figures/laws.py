@@ -12,7 +12,7 @@ from shaped.figures.claims import Row, agreement
 from shaped.figures.density import densities
 from shaped.figures.ensembles import FACES, Arrays, Ensemble, jobs, trajectory
 from shaped.figures.lab import Lab
-from shaped.layers import Layer
+from shaped.layers import Layer, ShapedAttention, ShapedFeedForward
 
 Pair = tuple[int, int] | None
 Key = tuple[str, int, str]
@@ -37,6 +37,10 @@ SCALES = {"quick": Settings(samples=2**10), "paper": Settings()}
 
 def settings(scale: str) -> Settings:
     return SCALES[scale]
+
+
+def transformer(settings: Settings) -> Layer:
+    return ShapedAttention(settings.gamma, settings.tau0) >> ShapedFeedForward(settings.gamma)
 
 
 def ensemble(settings: Settings, layer: Layer, m: int, lab: Lab) -> Ensemble:

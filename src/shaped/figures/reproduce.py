@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCALES = ("quick", "paper")
-FIGURES = ("fig1",)
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig7", "fig8", "output", "masks")
 """In the order of the report. An id is the name of a module of this package that is a `Page`."""
 
 
