@@ -33,7 +33,9 @@ MARGINAL = 0.9  # Pre-LN "provides only marginal improvements" (Sec. 1); the sam
 def compute(settings: Settings, lab: Lab) -> Result:
     layers = models(settings.gamma)
     chosen: dict[Any, Any] = {
-        ("left", m, name): partial(mean_pairs, left(settings, layers[name], m, lab), ("rho",), False) for name in MODELS for m in lab.counts
+        ("left", m, name): partial(mean_pairs, left(settings, layers[name], m, lab), ("rho",), False)
+        for name in reversed(MODELS)  # the longest first
+        for m in lab.counts
     }
     found = lab.run(chosen | laws.law_jobs("right", settings, laws.transformer(settings), lab))
     claims = []
@@ -69,6 +71,6 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     depth.set(xlabel=r"layer $\ell$", ylabel=r"mean of $\rho^{\alpha\beta}_\ell$", ylim=(0, 1.03), xlim=(0, arrays["layer"][-1]))
     depth.legend(loc="center right")
     densities_panel(density, arrays, "rho", r"$\rho^{\alpha\beta}_d$")
-    density.set(xlim=(-1, 1))
+    density.set(xlim=(-1, 1), xticks=(-1, -0.5, 0, 0.5, 1))
     density.legend(loc="upper left")
     return figure

@@ -139,7 +139,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
             label = (r"$1/\sqrt{d}$" if i == 0 else f"${gamma:g}$") if face == "network" else None
             density.plot(arrays["grid"], arrays[f"density_{i}_{face}"], LINES[face], color=colour, label=label)
     tallest = max(arrays[f"density_1_{face}"].max() for face in LINES)
-    density.set(xlabel=r"$\rho^{\alpha\beta}_d$", ylabel="density", xlim=(-1, 1), ylim=(0, 1.25 * tallest))
+    density.set(xlabel=r"$\rho^{\alpha\beta}_d$", ylabel="density", xlim=(-1, 1), xticks=(-1, -0.5, 0, 0.5, 1), ylim=(0, 1.25 * tallest))
     line_key(density, loc="upper right")
     density.legend(title=r"$\gamma$", loc="upper left")
     for face in LINES:

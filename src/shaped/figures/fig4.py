@@ -138,7 +138,8 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         axes.set(xlabel=r"layer $\ell$", xlim=(0, arrays["layer"][-1]))
     panels[1].plot(arrays["layer"], arrays["V_median"], ":", color=BLUE, linewidth=1.4, label="shaped, median")
     panels[0].set(ylabel=r"mean of $|\rho^{\alpha\beta}_\ell|$", ylim=(0, 1.03))
-    panels[1].set(ylabel=r"mean of $|V^{\alpha\beta}_\ell|$", yscale="log")
+    panels[1].set(ylabel=r"mean of $|V^{\alpha\beta}_\ell|$", yscale="log", yticks=[10.0**power for power in range(-40, 61, 20)])
+    panels[1].minorticks_off()
     handles, labels = panels[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure

@@ -26,6 +26,7 @@ SHOWS = (
 
 FALL = 0.5  # of the network's median stopping time from the smallest to the largest γ: "tuning γ smaller will delay" it (Sec. 4.4), capped at 1
 STABLE = 1.0  # median at the smallest γ: the cap, "very straight forward to stabilize" (Sec. 4.4)
+FRAME = 1e-3  # time between the points of a drawn path of the SDE
 SDE_FALL = 2.0  # ratio of the SDE's medians at the smallest and the largest γ
 
 
@@ -38,16 +39,16 @@ class Settings(stability.Settings):
     paths: int = 8
 
 
-SCALES = {"quick": Settings(gammas=(0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9), step=1e-3), "paper": Settings()}
+SCALES = {"quick": Settings(gammas=(0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)), "paper": Settings()}
 
 
 def settings(scale: str) -> Settings:
     return SCALES[scale]
 
 
-def largest_eigenvalues(ensemble: Ensemble) -> np.ndarray:
-    """Of each network after each layer, [layer, sample]; a path that stopped ends there (nan)."""
-    paths = ensemble.network()
+def largest_eigenvalues(ensemble: Ensemble, face: str) -> np.ndarray:
+    """Of each path at each recorded time, [time, sample]; a path that stopped ends there (nan)."""
+    paths = ensemble.of(face)
     values = np.linalg.eigvalsh(paths.V.cpu().numpy())[..., -1]
     values[paths.t.numpy()[:, None] > paths.stopped.numpy() + 1e-9] = np.nan
     return values
@@ -62,7 +63,14 @@ def compute(settings: Settings, lab: Lab) -> Result:
     jobs: dict[Any, Any] = {
         (m, g, face): partial(stopping_times, ensemble(g, m), face) for m in lab.counts for g in gammas for face in FACES
     }
-    few = {("paths", g): partial(largest_eigenvalues, replace(ensemble(g, lab.tokens), samples=settings.paths, record="all")) for g in settings.drawn}
+    every = {"network": 1, "sde": max(1, round(FRAME / settings.step))}
+    few = {
+        ("paths", g, face): partial(
+            largest_eigenvalues, replace(ensemble(g, lab.tokens), samples=settings.paths, record=every[face]), face
+        )
+        for g in settings.drawn
+        for face in FACES
+    }
     found = lab.run(jobs | few)
     claims, arrays = [], {"gamma": np.array(gammas), "drawn": np.array(settings.drawn), "bounds": np.array([settings.lower, settings.upper])}
     for m in lab.counts:
@@ -81,8 +89,8 @@ def compute(settings: Settings, lab: Lab) -> Result:
                 arrays[f"median_{face}"] = medians[face]
                 arrays[f"tenth_{face}"] = np.array([np.percentile(found[m, g, face], 10) for g in gammas])
     for g in settings.drawn:
-        arrays[f"eigenvalues_{g:g}"] = found["paths", g]
-    arrays["t"] = np.arange(settings.d + 1) / settings.n
+        for face in FACES:
+            arrays[f"eigenvalues_{g:g}_{face}"] = found["paths", g, face]
     return Result(arrays, claims)
 
 
@@ -99,17 +107,20 @@ def ratio(early: np.ndarray, late: np.ndarray, seed: int) -> tuple[float, tuple[
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from matplotlib.lines import Line2D
 
-    from shaped.figures.style import BLACK, BLUE, LINES, sheet, steps_of
+    from shaped.figures.style import BLACK, BLUE, LINES, line_key, sheet, steps_of
 
     figure, (paths, times) = sheet(2)
     drawn = arrays["drawn"]
     for gamma, colour in zip(drawn, steps_of(len(drawn)), strict=True):
-        paths.plot(arrays["t"], arrays[f"eigenvalues_{gamma:g}"], color=colour, linewidth=0.8)
+        for face in LINES:
+            values = arrays[f"eigenvalues_{gamma:g}_{face}"]
+            paths.plot(np.linspace(0.0, CAP, len(values)), values, LINES[face], color=colour, linewidth=0.8)
     for bound in arrays["bounds"][1:]:
         paths.axhline(bound, color=BLACK, linestyle=":", linewidth=0.8)
     keys = [Line2D([], [], color=colour, label=rf"$\gamma={gamma:g}$") for gamma, colour in zip(drawn, steps_of(len(drawn)), strict=True)]
+    line_key(paths, loc="lower center")
     paths.legend(handles=keys, loc="lower right")
-    paths.set(xlabel=r"$t=\ell/n$", ylabel=r"$\lambda_{\max}(V_\ell)$", yscale="log", xlim=(0, CAP))
+    paths.set(xlabel=r"$t=\ell/n$", ylabel=r"$\lambda_{\max}(V_\ell)$", yscale="log", xlim=(0, CAP), ylim=(15, None))
     for face in LINES:
         value, low, high = arrays[f"median_{face}"].T
         colour = BLUE if face == "network" else BLACK

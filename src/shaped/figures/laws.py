@@ -83,5 +83,5 @@ def drawn_densities(statistic: str, found: dict[Key, Arrays], name: str, lab: La
         paths = trajectory(found[name, m, face])
         entries = getattr(paths, statistic)[-1][paths.stopped > paths.t[-1]].numpy()[:, rows, columns]
         label = statistic if pair is None else f"{statistic}{pair[0]}{pair[1]}"
-        arrays |= densities(f"{label}_{face}", entries.ravel())
+        arrays |= densities(f"{label}_{face}", entries.ravel(), bins=32)
     return arrays

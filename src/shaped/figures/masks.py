@@ -56,7 +56,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     figure, panels = sheet(len(pairs), 3.3 * len(pairs), sharey=True)
     for axes, (a, b) in zip(panels, pairs, strict=True):
         densities_panel(axes, arrays, f"rho{a}{b}", rf"$\rho^{{{a + 1}\,{b + 1}}}_d$")
-        axes.set(xlim=(-1, 1))
+        axes.set(xlim=(-1, 1), xticks=(-1, -0.5, 0, 0.5, 1))
     panels[0].legend(loc="upper left")
     for axes in panels[1:]:
         axes.set_ylabel("")

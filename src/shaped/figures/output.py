@@ -38,7 +38,7 @@ class Settings(laws.Settings):
     outputs: int = 4
 
 
-SCALES = {"quick": Settings(samples=2**10), "paper": Settings()}
+SCALES = {"quick": Settings(samples=2**11), "paper": Settings()}
 
 
 def settings(scale: str) -> Settings:
@@ -119,7 +119,7 @@ def output_claims(m: int, samples: dict[str, Output], seed: int) -> list[Row]:
 
 
 def drawn(name: str, X: Output) -> dict[str, np.ndarray]:
-    return densities(f"entry_{name}", entries(X).ravel()) | densities(f"product_{name}", products(X).ravel())
+    return densities(f"entry_{name}", entries(X).ravel(), bins=32) | densities(f"product_{name}", products(X).ravel(), bins=32)
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
@@ -130,6 +130,6 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         axes.plot(arrays[f"{name}_wide_grid"], arrays[f"{name}_wide_density"], "-.", color=GREY, label=r"$N(0, V_0 \otimes I)$")
         densities_panel(axes, arrays, name, label)
         axes.set(xlim=(arrays[f"{name}_network_grid"][0], arrays[f"{name}_network_grid"][-1]))
-    panels[1].set(yscale="log", ylim=(1e-3, None))
+    panels[1].set(yscale="log", ylim=(1e-2, None), xlim=(-3.5, 4.5))
     panels[0].legend(loc="upper right")
     return figure

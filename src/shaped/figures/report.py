@@ -43,8 +43,8 @@ def html(pages: list[tuple[str, dict[str, Any]]], pictures: dict[str, bytes]) ->
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>The Shaped Transformer, reproduced</title><style>{STYLE}</style></head>'
         f"<body><h1>The Shaped Transformer, reproduced</h1><p>{held} of {len(rows)} claims hold. A claim holds if its whole 95 % interval lies on the right "
-        "side of a threshold that was fixed before the run; where two laws are compared, if their distance is at most what two samples of one law stay "
-        "below in 95 % of cases, plus 0.02. Each is checked for several numbers of tokens m, which the paper's captions do not give. "
+        "side of a threshold that was fixed before the run; where two laws are compared, if their distance is at most what samples of one law stay "
+        "below (in all comparisons of 95 % of runs), plus 0.02. Each is checked for several numbers of tokens m, which the paper's captions do not give. "
         "Solid lines are networks, dashed lines the SDE.</p>"
         '<table><tr><th>figure</th><th></th><th class="number">claims that hold</th><th>scale</th><th class="number">computed in</th></tr>'
         f"{overview}</table>{body}</body></html>\n"
