@@ -29,7 +29,15 @@ FAMILY = 1.949 / 1.358
 
 
 def row(
-    id: str, m: int, claim: str, value: float, interval: Interval, *, at_least: float | None = None, at_most: float | None = None, why: str = ""
+    id: str,
+    m: int,
+    claim: str,
+    value: float,
+    interval: Interval,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    why: str = "",
 ) -> Row:
     """One claim, of m tokens, with one threshold; `why` says, where it is known, why it fails if it does."""
     low, high = interval

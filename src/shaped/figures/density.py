@@ -33,14 +33,14 @@ def pairs(V: Float[np.ndarray, "*batch m m"]) -> Float[np.ndarray, "*batch pair"
 
 def densities(name: str, x: Float[np.ndarray, " sample"], bins: int = 60) -> dict[str, np.ndarray]:
     """Histogram and kernel density estimate over the range that holds 99 % of the values; a correlation's name starts with rho."""
-    low, high = np.percentile(x, [0.5, 99.5])
+    low, high = np.percentile(x, [0.5, 99.5]) if x.size else (0.0, 1.0)
     margin = max(0.05 * (high - low), 1e-6 * max(1.0, abs(low), abs(high)))
     low, high, estimate = (-0.999, 0.999, correlation_density) if name.startswith("rho") else (low - margin, high + margin, kernel_density)
     grid = np.linspace(low, high, 256)
     counts, edges = np.histogram(x, bins=bins, range=(low, high))
     return {
         f"{name}_grid": grid,
-        f"{name}_density": estimate(x, grid),
+        f"{name}_density": estimate(x, grid) if x.size else np.zeros_like(grid),
         f"{name}_edges": edges,
-        f"{name}_heights": counts / (len(x) * np.diff(edges)),
+        f"{name}_heights": counts / (max(1, len(x)) * np.diff(edges)),
     }

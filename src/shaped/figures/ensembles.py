@@ -113,7 +113,7 @@ def trajectory(arrays: Arrays) -> Trajectory:
 
 
 def mean_pairs(ensemble: Ensemble, names: Sequence[str], absolute: bool) -> dict[str, Float[np.ndarray, "time sample"]]:
-    """"rho" or "V" of each network at each recorded layer, averaged over the pairs of its tokens."""
+    """ "rho" or "V" of each network at each recorded layer, averaged over the pairs of its tokens."""
     paths = ensemble.network()
     rows, columns = torch.triu_indices(ensemble.m, ensemble.m, 1)
     means = {}

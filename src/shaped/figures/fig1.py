@@ -42,9 +42,21 @@ def compute(settings: Settings, lab: Lab) -> Result:
     for m in lab.counts:
         at_end = {name: mean_interval(found["left", m, name]["rho"][-1]) for name in MODELS}
         claims += [
-            row("fig1.unshaped", m, "without shaping the tokens align: mean correlation at the last layer", *at_end["unshaped"], at_least=COLLAPSED),
+            row(
+                "fig1.unshaped",
+                m,
+                "without shaping the tokens align: mean correlation at the last layer",
+                *at_end["unshaped"],
+                at_least=COLLAPSED,
+            ),
             row("fig1.shaped", m, "shaping prevents it: mean correlation at the last layer", *at_end["shaped"], at_most=APART),
-            row("fig1.preln", m, "Pre-LN improves it only marginally: mean correlation at the last layer", *at_end["preln"], at_least=MARGINAL),
+            row(
+                "fig1.preln",
+                m,
+                "Pre-LN improves it only marginally: mean correlation at the last layer",
+                *at_end["preln"],
+                at_least=MARGINAL,
+            ),
         ]
     claims += laws.pair_claims("fig1.law", "the SDE describes the shaped network", "rho", found, "right", lab)
     arrays = laws.drawn_densities("rho", found, "right", lab)

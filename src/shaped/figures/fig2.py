@@ -46,7 +46,7 @@ class Settings:
     n: int = 200
     d: int = 150
     gamma: float = 8**-0.5
-    networks: int = 8
+    networks: int = 16
     sequences: int = 16
     python: str = field(default_factory=platform.python_version)  # whose source is the text
 
@@ -132,7 +132,14 @@ def gradient_claims(m: int, logs: dict[str, Float[np.ndarray, "network 2 layer"]
         row("fig2.shaped.query", m, f"shaped: so are query gradients; {words}", *spread("shaped", "query"), at_most=STEADY),
         row("fig2.postln.value", m, f"Post-LN: value gradients are stable; {words}", *spread("postln", "value"), at_most=STEADY),
         row("fig2.postln.query", m, f"Post-LN: query gradients vanish; {words}", *spread("postln", "query"), at_least=VANISHED),
-        row("fig2.unshaped.query", m, f"unshaped: query gradients vanish; {words}", *spread("unshaped", "query"), at_least=VANISHED, why=SLOW),
+        row(
+            "fig2.unshaped.query",
+            m,
+            f"unshaped: query gradients vanish; {words}",
+            *spread("unshaped", "query"),
+            at_least=VANISHED,
+            why=SLOW,
+        ),
         row("fig2.preln.query", m, f"Pre-LN: query gradients do not vanish; {words}", *spread("preln", "query"), at_most=VANISHED),
     ]
 
@@ -145,7 +152,12 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         for name in MODELS:
             value, low, high = arrays[f"{weight}_{name}"].T
             axes.plot(arrays["layer"], value, color=COLOURS[name], label=NAMES[name])
-            axes.fill_between(arrays["layer"], low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
-        axes.set(xlabel=r"layer $\ell$", ylabel=rf"$\Vert\partial\mathcal{{L}}/\partial W^{symbol}_\ell\Vert$", yscale="log", xlim=(1, arrays["layer"][-1]))
-    panels[0].legend(loc="best")
+            axes.fill_between(arrays["layer"], low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+        axes.set(
+            xlabel=r"layer $\ell$",
+            ylabel=rf"$\Vert\partial\mathcal{{L}}/\partial W^{symbol}_\ell\Vert$",
+            yscale="log",
+            xlim=(1, arrays["layer"][-1]),
+        )
+    panels[1].legend(loc="lower left")
     return figure

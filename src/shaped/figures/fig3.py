@@ -70,17 +70,23 @@ def percentile(rho: np.ndarray) -> float:
 
 def compute(settings: Settings, lab: Lab) -> Result:
     gammas = settings.gammas
-    found = lab.run(
-        {(m, g, face): job for m in lab.counts for g in gammas for face, job in jobs(ensemble(settings, g, m, lab)).items()}
-    )
+    found = lab.run({(m, g, face): job for m in lab.counts for g in gammas for face, job in jobs(ensemble(settings, g, m, lab)).items()})
     claims, arrays = [], {"gamma": np.array(gammas), "drawn": np.array(settings.drawn)}
     for m in lab.counts:
         paths = {g: [trajectory(found[m, g, face]) for face in FACES] for g in gammas}
         rho = {g: [pairs(path.rho[-1].double().numpy()) for path in paths[g]] for g in gammas}
-        worst = max((compare(*paths[g], statistics=("rho",), pair=None, seed=lab.seed).ks["rho"] for g in settings.drawn), key=lambda ks: ks.value - ks.band)
+        worst = max(
+            (compare(*paths[g], statistics=("rho",), pair=None, seed=lab.seed).ks["rho"] for g in settings.drawn),
+            key=lambda ks: ks.value - ks.band,
+        )
         high = {face: np.array([bounds(rho[g][k], lab.seed) for g in gammas]) for k, face in enumerate(FACES)}
         claims += [
-            agreement("fig3.law", m, "the SDE describes the network at every γ drawn: largest Kolmogorov-Smirnov distance of the correlations", worst),
+            agreement(
+                "fig3.law",
+                m,
+                "the SDE describes the network at every γ drawn: largest Kolmogorov-Smirnov distance of the correlations",
+                worst,
+            ),
             rise(m, high["network"]),
             smallest_step(m, high["network"]),
             apart(m, high),
@@ -144,7 +150,13 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     density.legend(title=r"$\gamma$", loc="upper left")
     for face in LINES:
         value, low, high = arrays[f"percentile_{face}"].T
-        percentiles.plot(arrays["gamma"], value, LINES[face], color=BLUE if face == "network" else "black", label="network" if face == "network" else "SDE")
+        percentiles.plot(
+            arrays["gamma"],
+            value,
+            LINES[face],
+            color=BLUE if face == "network" else "black",
+            label="network" if face == "network" else "SDE",
+        )
         percentiles.fill_between(arrays["gamma"], low, high, color=BLUE if face == "network" else "black", alpha=0.15, linewidth=0)
     percentiles.set(xlabel=r"$\gamma$", ylabel=r"95th percentile of $|\rho^{\alpha\beta}_d|$", ylim=(None, 1.0))
     percentiles.legend(loc="lower right")

@@ -26,7 +26,9 @@ SHOWS = (
 
 SWITCHES = ("identity", "centre", "temperature")
 COMBINATIONS = {
-    "+".join(part for part, on in zip(("id", "centre", "tau"), switches, strict=True) if on) or "none": dict(zip(SWITCHES, switches, strict=True))
+    "+".join(part for part, on in zip(("id", "centre", "tau"), switches, strict=True) if on) or "none": dict(
+        zip(SWITCHES, switches, strict=True)
+    )
     for switches in product((True, False), repeat=3)
 }
 SHAPED = "id+centre+tau"

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE = "Smaller γ and larger τ0 keep attention stable"
-SHOWS = (
-    "Median stopping time of networks of shaped attention, capped at 1, over γ and τ0, from the adversarial start and with the bounds of Figure 5."
-)
+SHOWS = "Median stopping time of networks of shaped attention, capped at 1, over γ and τ0, from the adversarial start and with the bounds of Figure 5."
 
 GAIN = 0.5  # what the largest τ0 adds to the median at the largest γ, and the smallest γ at the smallest τ0: "very straight forward to stabilize" (Sec. 4.4)
 
@@ -74,7 +72,15 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     values = arrays["median"]
     image = axes.imshow(values, origin="lower", aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
     for (i, k), value in np.ndenumerate(values):
-        axes.text(k, i, f"{value:.2f}".lstrip("0") if value < 0.995 else "1", ha="center", va="center", fontsize=5, color="black" if value > 0.55 else "white")
+        axes.text(
+            k,
+            i,
+            f"{value:.2f}".lstrip("0") if value < 0.995 else "1",
+            ha="center",
+            va="center",
+            fontsize=5,
+            color="black" if value > 0.55 else "white",
+        )
     axes.set_xticks(range(len(arrays["gamma"])), [f"{gamma:g}" for gamma in arrays["gamma"]], rotation=45)
     axes.set_yticks(range(len(arrays["tau0"])), [f"{tau0:g}" for tau0 in arrays["tau0"]])
     axes.set(xlabel=r"$\gamma$", ylabel=r"$\tau_0$")

@@ -126,7 +126,12 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from shaped.figures.style import GREY, densities_panel, sheet
 
     figure, panels = sheet(2)
-    for axes, name, label in zip(panels, ("entry", "product"), (r"$X^{\alpha}_{\mathrm{out}}$", r"$X^{\alpha}_{\mathrm{out}}\,X^{\beta}_{\mathrm{out}}$"), strict=True):
+    for axes, name, label in zip(
+        panels,
+        ("entry", "product"),
+        (r"$X^{\alpha}_{\mathrm{out}}$", r"$X^{\alpha}_{\mathrm{out}}\,X^{\beta}_{\mathrm{out}}$"),
+        strict=True,
+    ):
         axes.plot(arrays[f"{name}_wide_grid"], arrays[f"{name}_wide_density"], "-.", color=GREY, label=r"$N(0, V_0 \otimes I)$")
         densities_panel(axes, arrays, name, label)
         axes.set(xlim=(arrays[f"{name}_network_grid"][0], arrays[f"{name}_network_grid"][-1]))

@@ -144,7 +144,9 @@ def progress(id: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
     console = Console(stderr=True)
-    bar = Progress(id, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+    bar = Progress(
+        id, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    )
     with bar:
         task = bar.add_task(id, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

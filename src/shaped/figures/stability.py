@@ -12,9 +12,7 @@ from shaped.figures.ensembles import Ensemble
 from shaped.layers import ShapedAttention
 
 CAP = 1.0
-TWO_TOKENS = (
-    "with two tokens the network's saturated attention makes V grow slowly, and less so as γ grows and the shortcut weakens: the median is smallest near γ = 0.5"
-)
+TWO_TOKENS = "with two tokens the network's saturated attention makes V grow slowly, and less so as γ grows and the shortcut weakens: the median is smallest near γ = 0.5"
 SLACK = 0.05  # medians of 100 samples: neighbours on a grid may be out of order by this much and still count as ordered
 
 
