@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from shaped import cli, files
+from shaped.figures import laws
 
 SMALL = ["simulate", "--samples", "50", "--width", "20", "--depth", "3", "--step", "0.05"]
 
@@ -87,9 +88,8 @@ def test_converge_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path
 
 
 def test_reproduce_writes_numbers_pictures_and_report(monkeypatch, capsys, tmp_path):
-    from tiny import SETTINGS
-
-    monkeypatch.setattr("shaped.figures.fig7.settings", lambda scale: SETTINGS["fig7"])
+    small = laws.Settings(n=64, d=48, samples=512)
+    monkeypatch.setattr("shaped.figures.fig7.settings", lambda scale: small)
     assert run(monkeypatch, "reproduce", "fig7", "--out", str(tmp_path), "--workers", "1") == 0
     shown = capsys.readouterr().out
     assert "6 of   6 claims hold" in shown

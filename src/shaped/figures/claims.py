@@ -1,7 +1,7 @@
 """Claims: what the paper says, what was measured, and whether it holds.
 
-A claim is a row {"id", "claim", "tokens", "value", "interval", "relation", "threshold", "holds"}, with a "reason" where it fails. Thresholds are
-constants of the figures, fixed before a run. A claim holds only if the whole 95 % interval lies on the right side of its threshold.
+A claim is a row {"id", "claim", "tokens", "value", "interval", "relation", "threshold", "holds"}, with a "reason" where it fails.
+Thresholds are constants of the figures, fixed before a run. A claim holds only if the whole 95 % interval lies on the right side.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOLERANCE = 0.02
 "Surprisingly well" (Sec. 1) has no number. Without a tolerance, enough samples tell every finite network from its limit.
 """
 FAMILY = 1.949 / 1.358
-"""Kolmogorov's 99.9 % quantile over his 95 %: a run makes about 50 comparisons, and together they should raise a false alarm in 5 % of runs."""
+"""Kolmogorov's 99.9 % quantile over his 95 %: a run makes about 50 comparisons, which together may raise a false alarm in 5 % of runs."""
 
 
 def row(
@@ -62,7 +62,7 @@ def row(
 
 
 def agreement(id: str, m: int, claim: str, distance: Distance) -> Row:
-    """Two laws agree: their distance is at most what samples of one law stay below, in all comparisons of 95 % of runs, plus the tolerance."""
+    """Two laws agree: their distance is at most what samples of one law stay below, in all comparisons of 95 % of runs, and a tolerance."""
     threshold = FAMILY * distance.band + TOLERANCE
     low, high = max(0.0, distance.value - 1.96 * distance.error), distance.value + 1.96 * distance.error
     # The band allows for the sampling noise already: it is the distance itself that is held against it.
@@ -91,10 +91,8 @@ def mean_interval(values: Float[np.ndarray, " sample"]) -> tuple[float, Interval
     return mean, (mean - reach, mean + reach)
 
 
-def bootstrap_interval(
-    values: Float[np.ndarray, "sample *rest"], statistic: Callable[[np.ndarray], float], seed: int
-) -> tuple[float, Interval]:
-    """A statistic of independent rows, with its 95 % bootstrap interval."""
+def bootstrap_interval(values: np.ndarray, statistic: Callable[[np.ndarray], float], seed: int) -> tuple[float, Interval]:
+    """A statistic of independent values or rows, [sample, ...], with its 95 % bootstrap interval."""
     rng = np.random.default_rng(seed)
     drawn = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(RESAMPLES)]
     low, high = np.quantile(drawn, [0.025, 0.975])

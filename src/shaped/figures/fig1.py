@@ -12,7 +12,6 @@ from shaped.figures import laws
 from shaped.figures.claims import mean_interval, row
 from shaped.figures.ensembles import Ensemble, mean_pairs, models
 from shaped.figures.lab import Lab, Result
-from shaped.figures.laws import Settings, settings  # noqa: F401 (the figure's settings are those of the laws)
 from shaped.layers import Layer
 
 if TYPE_CHECKING:
@@ -20,9 +19,10 @@ if TYPE_CHECKING:
 
 TITLE = "Shaping prevents rank collapse"
 SHOWS = (
-    "Left: mean correlation of the tokens against depth, for the shaped Transformer, the same Transformer unshaped, and Pre-LN (λ = γ = 1). "
+    "Left: mean correlation of the tokens against depth, for the shaped Transformer, the same unshaped, and Pre-LN (λ = γ = 1). "
     "Right: density of the correlation at the last layer, SDE against network. Bands are 95 % intervals of the means."
 )
+settings = laws.settings
 MODELS = ("shaped", "unshaped", "preln")
 
 COLLAPSED = 0.999  # unshaped at the last layer; notes on Fig. 1 left: 1.000 at layer 150
@@ -30,14 +30,14 @@ APART = 0.35  # shaped at the last layer; the same notes: 0.15 to 0.21
 MARGINAL = 0.9  # Pre-LN "provides only marginal improvements" (Sec. 1); the same notes: 0.955 to 0.963
 
 
-def compute(settings: Settings, lab: Lab) -> Result:
+def compute(settings: laws.Settings, lab: Lab) -> Result:
     layers = models(settings.gamma)
     chosen: dict[Any, Any] = {
         ("left", m, name): partial(mean_pairs, left(settings, layers[name], m, lab), ("rho",), False)
         for name in reversed(MODELS)  # the longest first
         for m in lab.counts
     }
-    found = lab.run(chosen | laws.law_jobs("right", settings, laws.transformer(settings), lab))
+    found: dict[Any, Any] = lab.run(chosen | laws.law_jobs("right", settings, laws.transformer(settings), lab))
     claims = []
     for m in lab.counts:
         at_end = {name: mean_interval(found["left", m, name]["rho"][-1]) for name in MODELS}
@@ -68,7 +68,7 @@ def compute(settings: Settings, lab: Lab) -> Result:
     return Result(arrays, claims)
 
 
-def left(settings: Settings, layer: Layer, m: int, lab: Lab) -> Ensemble:
+def left(settings: laws.Settings, layer: Layer, m: int, lab: Lab) -> Ensemble:
     return replace(laws.ensemble(settings, layer, m, lab), record=2)
 
 

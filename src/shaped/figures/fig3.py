@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 
 TITLE = "Weaker residual branches keep tokens from aligning"
 SHOWS = (
-    "Shaped-ReLU ResNet. Left: density of the correlation at the last layer for several γ; γ = 1 is the perceptron without skip connections, 1/√d the "
-    "scaling whose limit is deterministic. Right: 95th percentile of the absolute correlation against γ. Solid: networks, dashed: SDE."
+    "Shaped-ReLU ResNet. Left: density of the correlation at the last layer for several γ; γ = 1 is the perceptron without skip "
+    "connections, 1/√d the scaling whose limit is deterministic. "
+    "Right: 95th percentile of the absolute correlation against γ. Solid: networks, dashed: SDE."
 )
 
 NO_FALL = 0.02  # "the increasing trend" (Sec. 3): between neighbours on the grid the percentile does not fall by more than this
@@ -120,7 +122,7 @@ def rise(m: int, high: np.ndarray) -> dict[str, Any]:
 
 def smallest_step(m: int, high: np.ndarray) -> dict[str, Any]:
     words = "and does so at each step in γ: smallest rise of the 95th percentile of |ρ| between neighbours"
-    value, interval = min((difference(after, before) for before, after in zip(high, high[1:], strict=False)), key=lambda found: found[0])
+    value, interval = min((difference(after, before) for before, after in pairwise(high)), key=lambda found: found[0])
     # Of the smallest of many differences the upper end is the fair one: it fails if even that is a fall.
     made = row("fig3.step", m, words, value, (interval[1], interval[1]), at_least=-NO_FALL)
     return made | {"interval": list(interval)}

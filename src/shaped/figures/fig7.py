@@ -8,17 +8,17 @@ import numpy as np
 
 from shaped.figures import laws
 from shaped.figures.lab import Lab, Result
-from shaped.figures.laws import Settings, settings  # noqa: F401 (the figure's settings are those of the laws)
 from shaped.layers import ShapedAttention
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE = "The covariance of shaped attention follows the SDE"
-SHOWS = "Density of the covariance of two tokens at the last layer of a network of shaped attention alone (as the caption says), SDE against network."
+SHOWS = "Density of the covariance of two tokens at the last layer, for shaped attention alone (as the caption says), SDE against network."
+settings = laws.settings
 
 
-def compute(settings: Settings, lab: Lab) -> Result:
+def compute(settings: laws.Settings, lab: Lab) -> Result:
     found = lab.run(laws.law_jobs("attention", settings, ShapedAttention(settings.gamma, settings.tau0), lab))
     claims = [
         *laws.pair_claims("fig7.law", "the SDE describes shaped attention", "V", found, "attention", lab),

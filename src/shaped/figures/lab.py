@@ -45,7 +45,7 @@ class Lab:
         return samples if m == self.tokens else min(samples, max(256, samples // 4))
 
     def run(self, jobs: Mapping[K, Callable[[], R]]) -> dict[K, R]:
-        """The jobs' results by their keys. Jobs must survive pickling (partials of functions that can be imported) and return numpy arrays."""
+        """The jobs' results by their keys. Jobs must survive pickling (partials of importable functions) and return numpy arrays."""
         done: dict[K, R] = {}
         keys, works = list(jobs), list(jobs.values())
         results = enumerate(map(call, works)) if self.executor is None else scattered(self.executor, call, works)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 TITLE = "The attention that people use has an SDE too"
 SHOWS = (
-    "Beyond the paper: Figure 1's right panel for causal attention with 8 heads and an output projection, followed by the feed-forward layer. The mask tells "
-    "the tokens apart, so the first two tokens and the last two are shown on their own."
+    "Beyond the paper: Figure 1's right panel for causal attention with 8 heads and an output projection, followed by the feed-forward "
+    "layer. The mask tells the tokens apart, so the first two tokens and the last two are shown on their own."
 )
 
 

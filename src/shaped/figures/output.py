@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 TITLE = "The output is N(0, V_T ⊗ I) with the SDE's V_T, not the Gaussian of infinite width"
 SHOWS = (
-    "Beyond the paper's figures: X_out = X_d W_out/√n of the shaped Transformer of Figure 1 (App. A). Left: one entry of the output. Right: the product of two "
-    "tokens' entries. Network, drawn with its tokens, against N(0, V_T ⊗ I) with V_T from the SDE; grey: N(0, V_0 ⊗ I), the limit of infinite width at finite depth."
+    "Beyond the paper's figures: the output X_d W_out/√n of the shaped Transformer of Figure 1. Left: one entry. Right: the product of two "
+    "tokens' entries. Network, drawn with its tokens, against N(0, V_T ⊗ I) with V_T from the SDE; grey: N(0, V_0 ⊗ I), the limit of "
+    "infinite width at finite depth."
 )
 Output = Float[np.ndarray, "sample m output"]
 RESAMPLES = 200
+KS = "Kolmogorov-Smirnov distance of"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +111,13 @@ def output_claims(m: int, samples: dict[str, Output], seed: int) -> list[Row]:
     one, _ = distances(entries(samples["network"]), entries(samples["sde"]), RESAMPLES, rng)
     two, _ = distances(products(samples["network"]), products(samples["sde"]), RESAMPLES, rng)
     wide, _ = distances(entries(samples["network"]), entries(samples["wide"]), RESAMPLES, rng)
-    words = "the output is N(0, V_T ⊗ I) with the SDE's V_T: Kolmogorov-Smirnov distance of"
-    low, high = wide.value - 1.96 * wide.error, wide.value + 1.96 * wide.error
+    words = f"the output is N(0, V_T ⊗ I) with the SDE's V_T: {KS}"
+    apart = wide.value, (wide.value - 1.96 * wide.error, wide.value + 1.96 * wide.error)
     return [
         agreement("output.entry", m, f"{words} an entry", one),
         agreement("output.product", m, f"{words} the product of two tokens' entries", two),
-        row("output.not-wide", m, "it is not N(0, V_0 ⊗ I): Kolmogorov-Smirnov distance of an entry, against the band of one law", wide.value, (low, high), at_least=wide.band),
-    ]  # fmt: skip
+        row("output.not-wide", m, f"it is not N(0, V_0 ⊗ I): {KS} an entry, against the band of one law", *apart, at_least=wide.band),
+    ]
 
 
 def drawn(name: str, X: Output) -> dict[str, np.ndarray]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from shaped.files import write_atomically, write_json
 from shaped.figures.lab import Result
+from shaped.files import write_atomically, write_json
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, BLACK = (
 )  # fmt: skip
 COLOURS = {"shaped": BLUE, "unshaped": VERMILION, "preln": GREEN, "postln": PURPLE}
 NAMES = {"shaped": "shaped", "unshaped": "unshaped", "preln": "Pre-LN", "postln": "Post-LN"}
-LINES = {"network": "-", "sde": "--"}
+LINES: dict[str, Any] = {"network": "-", "sde": "--"}
 FACE_NAMES = {"network": "network", "sde": "SDE"}
 
 WIDE, NARROW = 6.75, 3.3  # inches: a page's text and one of its columns
-LOOK: dict[str, Any] = {
+LOOK: Any = {
     "font.size": 8,
     "axes.labelsize": 8,
     "axes.titlesize": 8,
