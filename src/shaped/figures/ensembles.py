@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from shaped.covariance import equicorrelated
 from shaped.engine import Record
+from shaped.figures.lab import Lab
 from shaped.finite import propagate
 from shaped.layers import Layer, PostLN, PreLN, ReLUFeedForward, ShapedAttention, ShapedFeedForward
 from shaped.layers.attention import Mask
@@ -61,40 +62,41 @@ class Ensemble:
     def V0(self) -> Tensor:
         return equicorrelated(self.m, self.rho, self.variance)
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """What networks and SDE are simulated with alike."""
+        bounds = {"upper": self.upper, "lower": self.lower}
+        return bounds | {"samples": self.samples, "seed": self.seed, "record": self.record, "device": self.device, "progress": False}
+
     def network(self) -> Trajectory:
-        return propagate(
-            self.layer,
-            self.V0,
-            n=self.n,
-            d=self.d,
-            samples=self.samples,
-            seed=self.seed,
-            record=self.record,
-            upper=self.upper,
-            lower=self.lower,
-            device=self.device,
-            dtype=torch.float32 if self.single else torch.float64,
-            progress=False,
-        )
+        dtype = torch.float32 if self.single else torch.float64
+        return propagate(self.layer, self.V0, n=self.n, d=self.d, dtype=dtype, **self.how)
 
     def limit(self) -> Trajectory:
         T = self.d / self.n
-        return solve(
-            self.layer,
-            self.V0,
-            T=T,
-            steps=max(1, round(T / self.step)),
-            samples=self.samples,
-            seed=self.seed,
-            record=self.record,
-            upper=self.upper,
-            lower=self.lower,
-            device=self.device,
-            progress=False,
-        )
+        return solve(self.layer, self.V0, T=T, steps=max(1, round(T / self.step)), **self.how)
 
     def of(self, face: str) -> Trajectory:
         return self.limit() if face == "sde" else self.network()
+
+
+class Sized(Protocol):
+    """Settings of a figure that an ensemble can be made from."""
+
+    @property
+    def n(self) -> int: ...
+    @property
+    def d(self) -> int: ...
+    @property
+    def rho(self) -> float: ...
+    @property
+    def samples(self) -> int: ...
+
+
+def ensemble_at(settings: Sized, layer: Layer, m: int, lab: Lab, **more: Any) -> Ensemble:
+    """Of m tokens at a figure's settings; with fewer samples where m is not drawn."""
+    sizes = {"n": settings.n, "d": settings.d, "rho": settings.rho, "samples": lab.share(settings.samples, m)}
+    return Ensemble(layer=layer, m=m, seed=lab.seed, device=lab.device, **(sizes | more))
 
 
 FACES = ("network", "sde")
@@ -112,7 +114,7 @@ def trajectory(arrays: Arrays) -> Trajectory:
     return Trajectory(t, V, stopped)
 
 
-def mean_pairs(ensemble: Ensemble, names: Sequence[str], absolute: bool) -> dict[str, Float[np.ndarray, "time sample"]]:
+def mean_pairs(ensemble: Ensemble, names: Sequence[str], absolute: bool) -> dict[str, np.ndarray]:
     """ "rho" or "V" of each network at each recorded layer, averaged over the pairs of its tokens."""
     paths = ensemble.network()
     rows, columns = torch.triu_indices(ensemble.m, ensemble.m, 1)

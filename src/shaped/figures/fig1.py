@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +9,8 @@ import numpy as np
 
 from shaped.figures import laws
 from shaped.figures.claims import mean_interval, row
-from shaped.figures.ensembles import Ensemble, mean_pairs, models
+from shaped.figures.ensembles import ensemble_at, mean_pairs, models
 from shaped.figures.lab import Lab, Result
-from shaped.layers import Layer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +31,7 @@ MARGINAL = 0.9  # Pre-LN "provides only marginal improvements" (Sec. 1); the sam
 def compute(settings: laws.Settings, lab: Lab) -> Result:
     layers = models(settings.gamma)
     chosen: dict[Any, Any] = {
-        ("left", m, name): partial(mean_pairs, left(settings, layers[name], m, lab), ("rho",), False)
+        ("left", m, name): partial(mean_pairs, ensemble_at(settings, layers[name], m, lab, record=2), ("rho",), False)
         for name in reversed(MODELS)  # the longest first
         for m in lab.counts
     }
@@ -66,10 +64,6 @@ def compute(settings: laws.Settings, lab: Lab) -> Result:
         arrays[f"mean_{name}"], error = rho.mean(1), rho.std(1, ddof=1) / np.sqrt(rho.shape[1])
         arrays[f"error_{name}"] = 1.96 * error
     return Result(arrays, claims)
-
-
-def left(settings: laws.Settings, layer: Layer, m: int, lab: Lab) -> Ensemble:
-    return replace(laws.ensemble(settings, layer, m, lab), record=2)
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:

@@ -11,7 +11,7 @@ import numpy as np
 from shaped.compare import compare
 from shaped.figures.claims import agreement, bootstrap_interval, row
 from shaped.figures.density import correlation_density, pairs
-from shaped.figures.ensembles import FACES, Ensemble, jobs, trajectory
+from shaped.figures.ensembles import FACES, Ensemble, ensemble_at, jobs, trajectory
 from shaped.figures.lab import Lab, Result
 from shaped.layers import ShapedFeedForward
 
@@ -51,28 +51,18 @@ def settings(scale: str) -> Settings:
     return SCALES[scale]
 
 
-def ensemble(settings: Settings, gamma: float, m: int, lab: Lab) -> Ensemble:
-    return Ensemble(
-        layer=ShapedFeedForward(gamma, settings.c_plus, settings.c_minus),
-        m=m,
-        n=settings.n,
-        d=settings.d,
-        samples=lab.share(settings.samples, m),
-        seed=lab.seed,
-        rho=settings.rho,
-        step=settings.step,
-        single=True,
-        device=lab.device,
-    )
-
-
 def percentile(rho: np.ndarray) -> float:
     return float(np.percentile(np.abs(rho), 95))
 
 
 def compute(settings: Settings, lab: Lab) -> Result:
     gammas = settings.gammas
-    found = lab.run({(m, g, face): job for m in lab.counts for g in gammas for face, job in jobs(ensemble(settings, g, m, lab)).items()})
+
+    def sampled(gamma: float, m: int) -> Ensemble:
+        layer = ShapedFeedForward(gamma, settings.c_plus, settings.c_minus)
+        return ensemble_at(settings, layer, m, lab, step=settings.step, single=True)
+
+    found = lab.run({(m, g, face): job for m in lab.counts for g in gammas for face, job in jobs(sampled(g, m)).items()})
     claims, arrays = [], {"gamma": np.array(gammas), "drawn": np.array(settings.drawn)}
     for m in lab.counts:
         paths = {g: [trajectory(found[m, g, face]) for face in FACES] for g in gammas}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shaped.figures.claims import bootstrap_interval, mean_interval, row
-from shaped.figures.ensembles import Ensemble, mean_pairs
+from shaped.figures.ensembles import Ensemble, ensemble_at, mean_pairs
 from shaped.figures.lab import Lab, Result
 from shaped.layers import ShapedAttention
 
@@ -66,22 +66,12 @@ def settings(scale: str) -> Settings:
 
 
 def compute(settings: Settings, lab: Lab) -> Result:
-    def ensemble(on: Switches, m: int) -> Ensemble:
-        return Ensemble(
-            layer=ShapedAttention(settings.gamma, identity=on[0], centre=on[1], temperature=on[2]),
-            m=m,
-            n=settings.n,
-            d=settings.d,
-            samples=lab.share(settings.samples, m),
-            seed=lab.seed,
-            rho=settings.rho,
-            record=3,
-            upper=None,
-            device=lab.device,
-        )
+    def sampled(on: Switches, m: int) -> Ensemble:
+        layer = ShapedAttention(settings.gamma, identity=on[0], centre=on[1], temperature=on[2])
+        return ensemble_at(settings, layer, m, lab, record=3, upper=None)
 
     found = lab.run(
-        {(m, name): partial(mean_pairs, ensemble(on, m), ("rho", "V"), True) for m in lab.counts for name, on in COMBINATIONS.items()}
+        {(m, name): partial(mean_pairs, sampled(on, m), ("rho", "V"), True) for m in lab.counts for name, on in COMBINATIONS.items()}
     )
     claims, table = [], []
     for m in lab.counts:

@@ -10,7 +10,7 @@ import numpy as np
 from shaped.compare import compare
 from shaped.figures.claims import TOLERANCE, Row, agreement, row
 from shaped.figures.density import densities
-from shaped.figures.ensembles import FACES, Arrays, Ensemble, jobs, trajectory
+from shaped.figures.ensembles import FACES, Arrays, ensemble_at, jobs, trajectory
 from shaped.figures.lab import Lab
 from shaped.layers import Layer, ShapedAttention, ShapedFeedForward
 
@@ -43,22 +43,10 @@ def transformer(settings: Settings) -> Layer:
     return ShapedAttention(settings.gamma, settings.tau0) >> ShapedFeedForward(settings.gamma)
 
 
-def ensemble(settings: Settings, layer: Layer, m: int, lab: Lab) -> Ensemble:
-    return Ensemble(
-        layer=layer,
-        m=m,
-        n=settings.n,
-        d=settings.d,
-        samples=lab.share(settings.samples, m),
-        seed=lab.seed,
-        rho=settings.rho,
-        step=settings.step,
-        device=lab.device,
-    )
-
-
 def law_jobs(name: str, settings: Settings, layer: Layer, lab: Lab) -> dict[Key, partial[Arrays]]:
-    return {(name, m, face): job for m in lab.counts for face, job in jobs(ensemble(settings, layer, m, lab)).items()}
+    return {
+        (name, m, face): job for m in lab.counts for face, job in jobs(ensemble_at(settings, layer, m, lab, step=settings.step)).items()
+    }
 
 
 def pair_claims(

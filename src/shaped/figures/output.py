@@ -15,7 +15,7 @@ from shaped.covariance import equicorrelated, factor
 from shaped.figures import laws
 from shaped.figures.claims import Row, agreement, row
 from shaped.figures.density import densities, pairs
-from shaped.figures.ensembles import EXPLODED, FACES, Ensemble
+from shaped.figures.ensembles import EXPLODED, FACES, Ensemble, ensemble_at
 from shaped.figures.lab import Lab, Result
 from shaped.finite import TokenSteps
 from shaped.layers.base import Sizes
@@ -47,23 +47,23 @@ def settings(scale: str) -> Settings:
     return SCALES[scale]
 
 
-def of_network(ensemble: Ensemble, outputs: int, block: int) -> Output:
+def of_network(networks: Ensemble, outputs: int, block: int) -> Output:
     """X_d W_out/sqrt(n) of networks drawn with their tokens; those that explode are left out."""
-    sizes, device = Sizes(ensemble.n), torch.device(ensemble.device)
-    stream = Stream(ensemble.seed, block, kind="output", dtype=torch.float32, device=device)
-    process = TokenSteps(ensemble.layer, sizes)
-    X = process.start(ensemble.V0.to(device, torch.float32).expand(ensemble.samples, -1, -1), stream)
-    for _ in range(ensemble.d):
+    sizes, device = Sizes(networks.n), torch.device(networks.device)
+    stream = Stream(networks.seed, block, kind="output", dtype=torch.float32, device=device)
+    process = TokenSteps(networks.layer, sizes)
+    X = process.start(networks.V0.to(device, torch.float32).expand(networks.samples, -1, -1), stream)
+    for _ in range(networks.d):
         X, _ = process.step(X, stream)
     V = process.covariance(X)
     out = X @ stream.matrices(X, sizes.n, outputs) / sizes.n**0.5
     return out[V.diagonal(dim1=-2, dim2=-1).amax(-1) < EXPLODED].double().cpu().numpy()
 
 
-def of_limit(ensemble: Ensemble, outputs: int) -> Output:
-    paths = ensemble.limit()
+def of_limit(limit: Ensemble, outputs: int) -> Output:
+    paths = limit.limit()
     V = paths.V[-1].cpu()[paths.stopped > paths.t[-1]]
-    return gaussian(V, outputs, ensemble.seed)
+    return gaussian(V, outputs, limit.seed)
 
 
 def gaussian(V: torch.Tensor, outputs: int, seed: int) -> Output:
@@ -76,7 +76,7 @@ def compute(settings: Settings, lab: Lab) -> Result:
     layer = laws.transformer(settings)
     jobs: dict[Any, Any] = {}
     for m in lab.counts:
-        whole = laws.ensemble(settings, layer, m, lab)
+        whole = ensemble_at(settings, layer, m, lab, step=settings.step)
         blocks = parts(whole)
         jobs |= {(m, "network", i): partial(of_network, part, settings.outputs, i) for i, part in enumerate(blocks)}
         jobs[m, "sde", 0] = partial(of_limit, whole, settings.outputs)
