@@ -31,6 +31,11 @@ def test_a_failing_claim_says_why():
     assert all(part in made["reason"] for part in ("0.9", "1.1", "at most 0.5", "the moon was full"))
 
 
+def test_what_is_not_proved_is_told_from_what_is_wrong():
+    assert "do not prove it" in row("x", 2, "words", 0.4, (0.1, 0.9), at_most=0.5, why="the moon was full")["reason"]
+    assert "do not prove it" not in row("x", 2, "words", 0.6, (0.1, 0.9), at_most=0.5)["reason"]
+
+
 @pytest.mark.parametrize(("degrees", "error"), [(2, 0.035), (5, 0.003), (30, 1e-4)])
 def test_students_quantile(degrees, error):
     assert student(degrees) == pytest.approx(t.ppf(0.975, degrees), rel=error)

@@ -58,6 +58,8 @@ def row(
     }
     if holds:
         return made
+    if value >= threshold if at_least is not None else value <= threshold:
+        why = "the value is on the right side, but these samples do not prove it"
     return made | {"reason": f"measured {value:.4g} [{low:.4g}, {high:.4g}], must be {relation} {threshold:.4g}{why and f': {why}'}"}
 
 

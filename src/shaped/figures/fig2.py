@@ -160,5 +160,6 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
             yscale="log",
             xlim=(1, arrays["layer"][-1]),
         )
+    panels[0].set(ylim=(1e-2, 1))
     panels[1].legend(loc="lower left")
     return figure

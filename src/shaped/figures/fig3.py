@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TITLE = "Weaker residual branches keep tokens from aligning"
 SHOWS = (
     "Shaped-ReLU ResNet. Left: density of the correlation at the last layer for several γ; γ = 1 is the perceptron without skip "
-    "connections, 1/√d the scaling whose limit is deterministic. "
+    "connections, 1/√d (cut off at the top) the scaling whose limit is deterministic. "
     "Right: 95th percentile of the absolute correlation against γ. Solid: networks, dashed: SDE."
 )
 

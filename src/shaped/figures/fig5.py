@@ -144,5 +144,5 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
             label=f"{name}, 10th percentile",
         )
     times.set(xlabel=r"$\gamma$", ylabel=r"stopping time $t^*$", yscale="log")
-    times.legend(loc="center", bbox_to_anchor=(0.62, 0.52))
+    times.legend(loc="upper right")
     return figure

@@ -11,7 +11,7 @@ import numpy as np
 from shaped.figures import stability
 from shaped.figures.claims import row
 from shaped.figures.lab import Lab, Result
-from shaped.figures.stability import NEXT, SLACK, TWO_TOKENS, largest_rise, median, stopping_times
+from shaped.figures.stability import EDGE, NEXT, SLACK, TWO_TOKENS, largest_rise, median, stopping_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ def compute(settings: Settings, lab: Lab) -> Result:
     claims = []
     for m in lab.counts:
         grid = np.stack([found[m, tau0] for tau0 in settings.tau0s])
-        why = TWO_TOKENS if m == 2 else ""
+        why = TWO_TOKENS if m == 2 else EDGE
         along_gamma = max((largest_rise(line) for line in grid), key=lambda entry: entry[0])
         along_tau0 = max((largest_rise(grid[::-1, k]) for k in range(len(settings.gammas))), key=lambda entry: entry[0])
         words = "at the {} where networks are least stable, what the {} adds to the median"

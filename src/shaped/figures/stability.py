@@ -12,6 +12,7 @@ from shaped.figures.ensembles import Ensemble
 from shaped.layers import ShapedAttention
 
 CAP = 1.0
+EDGE = "near the edge of stability (τ0 = 8 to 16 with four tokens) the median rises again beyond γ = 0.7 to 0.8"
 NEXT = "between neighbours on the grid"
 TWO_TOKENS = (
     "with two tokens the largest eigenvalue grows by at most 6 % a layer, near γ = 0.5 to 0.7, and more slowly beyond "
