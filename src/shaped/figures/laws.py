@@ -9,7 +9,7 @@ import numpy as np
 
 from shaped.compare import compare
 from shaped.figures.claims import TOLERANCE, Row, agreement, row
-from shaped.figures.density import densities
+from shaped.figures.density import joint_densities
 from shaped.figures.ensembles import FACES, Arrays, ensemble_at, jobs, trajectory
 from shaped.figures.lab import Lab
 from shaped.layers import Layer, ShapedAttention, ShapedFeedForward
@@ -68,12 +68,11 @@ def pair_claims(
 
 def drawn_densities(statistic: str, found: dict[Key, Arrays], name: str, lab: Lab, pair: Pair = None) -> dict[str, np.ndarray]:
     """Histograms and density estimates of the paths that did not stop, at the last layer, for the tokens that are drawn."""
-    arrays: dict[str, np.ndarray] = {}
+    samples: dict[str, np.ndarray] = {}
     m = lab.tokens
     rows, columns = np.triu_indices(m, 1) if pair is None else ([pair[0]], [pair[1]])
     for face in FACES:
         paths = trajectory(found[name, m, face])
-        entries = getattr(paths, statistic)[-1][paths.stopped > paths.t[-1]].numpy()[:, rows, columns]
-        label = statistic if pair is None else f"{statistic}{pair[0]}{pair[1]}"
-        arrays |= densities(f"{label}_{face}", entries.ravel(), bins=32)
-    return arrays
+        running = paths.stopped > paths.t[-1]
+        samples[face] = getattr(paths, statistic)[-1][running].numpy()[:, rows, columns].ravel()
+    return joint_densities(statistic if pair is None else f"{statistic}{pair[0]}{pair[1]}", samples)

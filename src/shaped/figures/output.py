@@ -14,7 +14,7 @@ from shaped.compare import distances
 from shaped.covariance import equicorrelated, factor
 from shaped.figures import laws
 from shaped.figures.claims import Row, agreement, row
-from shaped.figures.density import densities, pairs
+from shaped.figures.density import joint_densities, pairs
 from shaped.figures.ensembles import EXPLODED, FACES, Ensemble, ensemble_at
 from shaped.figures.lab import Lab, Result
 from shaped.finite import TokenSteps
@@ -88,7 +88,8 @@ def compute(settings: Settings, lab: Lab) -> Result:
         samples["wide"] = gaussian(V0, settings.outputs, lab.seed + 1)
         claims += output_claims(m, samples, lab.seed)
         if m == lab.tokens:
-            arrays = {key: array for name, X in samples.items() for key, array in drawn(name, X).items()}
+            arrays = joint_densities("entry", {name: entries(X).ravel() for name, X in samples.items()})
+            arrays |= joint_densities("product", {name: products(X).ravel() for name, X in samples.items()})
     return Result(arrays, claims)
 
 
@@ -120,10 +121,6 @@ def output_claims(m: int, samples: dict[str, Output], seed: int) -> list[Row]:
     ]
 
 
-def drawn(name: str, X: Output) -> dict[str, np.ndarray]:
-    return densities(f"entry_{name}", entries(X).ravel(), bins=32) | densities(f"product_{name}", products(X).ravel(), bins=32)
-
-
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from shaped.figures.style import GREY, densities_panel, sheet
 
@@ -136,7 +133,6 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     ):
         axes.plot(arrays[f"{name}_wide_grid"], arrays[f"{name}_wide_density"], "-.", color=GREY, label=r"$N(0, V_0 \otimes I)$")
         densities_panel(axes, arrays, name, label)
-        axes.set(xlim=(arrays[f"{name}_network_grid"][0], arrays[f"{name}_network_grid"][-1]))
-    panels[1].set(yscale="log", ylim=(1e-2, None), xlim=(-3.5, 4.5))
+    panels[1].set(yscale="log", ylim=(2e-2, None), xlim=(-2.5, 3.5))
     panels[0].legend(loc="upper right")
     return figure

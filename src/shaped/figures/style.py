@@ -82,9 +82,11 @@ def densities_panel(axes: Axes, arrays: dict[str, np.ndarray], name: str, label:
             alpha=0.22 if solid else 0.45,
             linewidth=0 if solid else 0.5,
         )
+        grid, density = arrays[f"{key}_grid"], arrays[f"{key}_density"]
+        inside = np.abs(grid) < 0.985 if name.startswith("rho") else np.ones_like(grid, dtype=bool)  # beyond it a few samples make spikes
         axes.plot(
-            arrays[f"{key}_grid"],
-            arrays[f"{key}_density"],
+            grid[inside],
+            density[inside],
             LINES[face],
             color=colour if solid else BLACK,
             linewidth=1.6 if solid else 1.0,
