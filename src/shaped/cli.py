@@ -172,10 +172,11 @@ def reproduce(
 
     if workers is None and scheduler is None:
         workers = figures_of.workers_by_default(device)
+    ids = figures_of.chosen(figures or [])
     how = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again}
     folder(out, as_json=False)
     with working_on(workers, scheduler) as executor:
-        report = figures_of.reproduce(figures or [], out, executor=executor, **how)
+        report = figures_of.reproduce(ids, out, executor=executor, **how)
     print("report:", report)
 
 

@@ -12,7 +12,7 @@ from shaped.figures import stability
 from shaped.figures.claims import bootstrap_interval, row
 from shaped.figures.ensembles import FACES, Ensemble
 from shaped.figures.lab import Lab, Result
-from shaped.figures.stability import CAP, NEXT, SLACK, TWO_TOKENS, largest_rise, median, stopping_times
+from shaped.figures.stability import CAP, NEXT, SLACK, TWO_TOKENS, difference, largest_rise, median, stopping_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +84,14 @@ def compute(settings: Settings, lab: Lab) -> Result:
         fold = ratio(found[m, gammas[0], "sde"], found[m, gammas[-1], "sde"], lab.seed)
         claims += [
             row("fig5.rise", m, f"network: {words}", *largest_rise(network), at_most=SLACK, why=why),
-            row("fig5.fall", m, "network: its fall from the smallest to the largest γ", *fall(network), at_least=FALL, why=why),
+            row(
+                "fig5.fall",
+                m,
+                "network: its fall from the smallest to the largest γ",
+                *difference(network[0], network[-1]),
+                at_least=FALL,
+                why=why,
+            ),
             row("fig5.stable", m, "network: at the smallest γ the median is the cap", first, (low, high), at_least=STABLE),
             row("fig5.sde.rise", m, f"SDE: {words}", *largest_rise(medians["sde"]), at_most=SLACK, why=why_sde),
             row("fig5.sde.fall", m, "SDE: median at the smallest γ over that at the largest", *fold, at_least=SDE_FALL, why=why_sde),
@@ -97,11 +104,6 @@ def compute(settings: Settings, lab: Lab) -> Result:
         for face in FACES:
             arrays[f"eigenvalues_{g:g}_{face}"] = found["paths", g, face]
     return Result(arrays, claims)
-
-
-def fall(medians: np.ndarray) -> tuple[float, tuple[float, float]]:
-    first, last = medians[0], medians[-1]
-    return first[0] - last[0], (first[1] - last[2], first[2] - last[1])
 
 
 def ratio(early: np.ndarray, late: np.ndarray, seed: int) -> tuple[float, tuple[float, float]]:

@@ -11,7 +11,7 @@ import numpy as np
 from shaped.figures import stability
 from shaped.figures.claims import row
 from shaped.figures.lab import Lab, Result
-from shaped.figures.stability import EDGE, NEXT, SLACK, TWO_TOKENS, largest_rise, median, stopping_times
+from shaped.figures.stability import EDGE, NEXT, SLACK, TWO_TOKENS, difference, largest_rise, median, stopping_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,19 +54,15 @@ def compute(settings: Settings, lab: Lab) -> Result:
         why = TWO_TOKENS if m == 2 else EDGE
         along_gamma = max((largest_rise(line) for line in grid), key=lambda entry: entry[0])
         along_tau0 = max((largest_rise(grid[::-1, k]) for k in range(len(settings.gammas))), key=lambda entry: entry[0])
-        words = "at the {} where networks are least stable, what the {} adds to the median"
+        by_gamma, by_tau0 = difference(grid[0, 0], grid[0, -1]), difference(grid[-1, -1], grid[0, -1])
         claims += [
             row("fig8.gamma", m, f"at every τ0 the median falls as γ grows; largest rise {NEXT}", *along_gamma, at_most=SLACK, why=why),
             row("fig8.tau0", m, f"at every γ it grows with τ0; largest fall {NEXT}", *along_tau0, at_most=SLACK),
-            row("fig8.gamma.gain", m, words.format("τ0", "smallest γ"), *gain(grid[0, 0], grid[0, -1]), at_least=GAIN, why=why),
-            row("fig8.tau0.gain", m, words.format("γ", "largest τ0"), *gain(grid[-1, -1], grid[0, -1]), at_least=GAIN, why=why),
+            row("fig8.gamma.gain", m, "at the smallest τ0, what the smallest γ adds to the median", *by_gamma, at_least=GAIN, why=why),
+            row("fig8.tau0.gain", m, "at the largest γ, what the largest τ0 adds to the median", *by_tau0, at_least=GAIN, why=why),
         ]
     grid = np.stack([found[lab.tokens, tau0][:, 0] for tau0 in settings.tau0s])
     return Result({"gamma": np.array(settings.gammas), "tau0": np.array(settings.tau0s), "median": grid}, claims)
-
-
-def gain(more: np.ndarray, less: np.ndarray) -> tuple[float, tuple[float, float]]:
-    return more[0] - less[0], (more[1] - less[2], more[2] - less[1])
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:

@@ -133,6 +133,6 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     ):
         axes.plot(arrays[f"{name}_wide_grid"], arrays[f"{name}_wide_density"], "-.", color=GREY, label=r"$N(0, V_0 \otimes I)$")
         densities_panel(axes, arrays, name, label)
-    panels[1].set(yscale="log", ylim=(2e-2, None), xlim=(-2.5, 3.5))
+    panels[1].set(yscale="log", ylim=(2e-2, None), xlim=(-2.2, 3))
     panels[0].legend(loc="upper right")
     return figure

@@ -68,3 +68,8 @@ def largest_rise(medians: Float[np.ndarray, "step 3"]) -> tuple[float, tuple[flo
     reach = float(np.hypot(medians[k, 2] - medians[k, 0], medians[k + 1, 0] - medians[k + 1, 1]))
     value = max(0.0, float(rises[k]))
     return value, (max(0.0, value - reach), value + reach)
+
+
+def difference(more: Float[np.ndarray, " 3"], less: Float[np.ndarray, " 3"]) -> tuple[float, tuple[float, float]]:
+    """Of two medians with their intervals; its own is a little too wide, which is the safe side."""
+    return more[0] - less[0], (more[1] - less[2], more[2] - less[1])

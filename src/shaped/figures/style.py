@@ -83,7 +83,7 @@ def densities_panel(axes: Axes, arrays: dict[str, np.ndarray], name: str, label:
             linewidth=0 if solid else 0.5,
         )
         grid, density = arrays[f"{key}_grid"], arrays[f"{key}_density"]
-        inside = np.abs(grid) < 0.985 if name.startswith("rho") else np.ones_like(grid, dtype=bool)  # beyond it a few samples make spikes
+        inside = np.abs(grid) < 0.96 if name.startswith("rho") else np.ones_like(grid, dtype=bool)  # beyond it a few samples make spikes
         axes.plot(
             grid[inside],
             density[inside],
