@@ -20,12 +20,16 @@ SHOWS = (
     "Left: mean correlation of the tokens against depth, for the shaped Transformer, the same unshaped, and Pre-LN (λ = γ = 1). "
     "Right: density of the correlation at the last layer, SDE against network. Bands are 95 % intervals of the means."
 )
-settings = laws.settings
+SCALES = {"quick": laws.Settings(samples=2**9), "paper": laws.Settings()}  # Pre-LN, drawn with its tokens, takes most of the time
 MODELS = ("shaped", "unshaped", "preln")
 
 COLLAPSED = 0.999  # unshaped at the last layer; notes on Fig. 1 left: 1.000 at layer 150
 APART = 0.35  # shaped at the last layer; the same notes: 0.15 to 0.21
 MARGINAL = 0.9  # Pre-LN "provides only marginal improvements" (Sec. 1); the same notes: 0.955 to 0.963
+
+
+def settings(scale: str) -> laws.Settings:
+    return SCALES[scale]
 
 
 def compute(settings: laws.Settings, lab: Lab) -> Result:

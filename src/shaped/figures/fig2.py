@@ -51,7 +51,7 @@ class Settings:
     python: str = field(default_factory=platform.python_version)  # whose source is the text
 
 
-SCALES = {"quick": Settings(networks=4), "paper": Settings()}
+SCALES = {"quick": Settings(networks=4, sequences=8), "paper": Settings()}
 
 
 def settings(scale: str) -> Settings:
