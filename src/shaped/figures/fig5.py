@@ -145,6 +145,6 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
             linewidth=0.9,
             label=f"{name}, 10th percentile",
         )
-    times.set(xlabel=r"$\gamma$", ylabel=r"stopping time $t^*$", yscale="log")
+    times.set(xlabel=r"$\gamma$", ylabel=r"stopping time $t^*$", yscale="log", ylim=(None, 20))
     times.legend(loc="upper right")
     return figure
