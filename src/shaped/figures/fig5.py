@@ -40,7 +40,7 @@ class Settings(stability.Settings):
     paths: int = 8
 
 
-SCALES = {"quick": Settings(gammas=(0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9), step=5e-4), "paper": Settings()}
+SCALES = {"quick": Settings(gammas=(0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9), step=2e-4), "paper": Settings()}
 
 
 def settings(scale: str) -> Settings:
