@@ -5,7 +5,7 @@ bin := .venv/bin
 .PHONY: run test lint types imports unit bench clean
 
 run: .venv/installed
-	$(bin)/shaped simulate --out out
+	$(bin)/shaped reproduce all --scale quick --out out
 
 test: lint types imports unit
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from shaped import cli, files
+from shaped.figures import laws
 
 SMALL = ["simulate", "--samples", "50", "--width", "20", "--depth", "3", "--step", "0.05"]
 
@@ -86,6 +87,17 @@ def test_converge_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path
     assert first["value"] > first["band"], "a network of width 4 is far from the limit"
 
 
+def test_reproduce_writes_numbers_pictures_and_report(monkeypatch, capsys, tmp_path):
+    small = laws.Settings(n=64, d=48, samples=512)
+    monkeypatch.setattr("shaped.figures.fig7.settings", lambda scale: small)
+    assert run(monkeypatch, "reproduce", "fig7", "--out", str(tmp_path), "--workers", "1") == 0
+    shown = capsys.readouterr().out
+    assert "6 of   6 claims hold" in shown
+    assert f"report: {tmp_path / 'report.html'}" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fig7.json", "fig7.npz", "fig7.pdf", "fig7.png", "report.html"]
+    assert json.loads((tmp_path / "fig7.json").read_text())["scale"] == "quick"
+
+
 def test_the_rate_of_a_known_decay_is_found():
     from shaped.figures.converge import rate
 
@@ -130,6 +142,12 @@ def test_the_rate_of_a_known_decay_is_found():
         (["simulate", "--device", "meta"], "meta"),
         (["simulate", "--scheduler", "here"], "scheduler"),
         (["simulate", "--out", "/sys"], "/sys"),
+        (["reproduce", "fig99"], "fig99"),
+        (["reproduce", "fig7", "--scale", "huge"], "huge"),
+        (["reproduce", "fig7", "--tokens", "1"], "tokens"),
+        (["reproduce", "fig7", "--device", "abacus"], "abacus"),
+        (["reproduce", "fig7", "--workers", "0"], "workers"),
+        (["reproduce", "--out", "/sys"], "/sys"),
         (["stimulate"], "stimulate"),
     ],
 )

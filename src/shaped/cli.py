@@ -154,6 +154,32 @@ def converge(
     write_results(out, "converge", summary, lambda: figure.draw(summary), say=not as_json)
 
 
+@app.command()
+def reproduce(
+    figures: Annotated[list[str] | None, typer.Argument(help="Figures by their ids, such as fig1; all by default.")] = None,
+    scale: Annotated[str, typer.Option(help="quick (few samples) or paper (the captions' numbers).")] = "quick",
+    tokens: Annotated[int, typer.Option(help="Number of tokens m that is drawn; claims are checked for 2, 4 and 8 too.")] = 4,
+    seed: Seed = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    workers: Annotated[int | None, typer.Option(help="Processes to share the work; by default one a core on the CPU.")] = None,
+    scheduler: Scheduler = None,
+    again: Annotated[bool, typer.Option("--again", help="Compute also what is in the folder already.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for numbers, pictures and report.")] = Path("out"),
+) -> None:
+    """Compute and draw the paper's figures, check their claims, and write report.html."""
+    from shaped.figures import reproduce as figures_of
+    from shaped.workers import working_on
+
+    if workers is None and scheduler is None:
+        workers = figures_of.workers_by_default(device)
+    ids = figures_of.chosen(figures or [])
+    how = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again}
+    folder(out, as_json=False)
+    with working_on(workers, scheduler) as executor:
+        report = figures_of.reproduce(ids, out, executor=executor, **how)
+    print("report:", report)
+
+
 def chosen(settings: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in arguments.items() if key in settings.__dataclass_fields__}
 

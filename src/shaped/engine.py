@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +30,8 @@ from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
 
 S = TypeVar("S")
+A = TypeVar("A")
+R = TypeVar("R")
 Record = str | int
 
 
@@ -177,44 +179,47 @@ TRIES = 3
 def run_elsewhere(
     executor: Executor, chunks: list[range], job: Callable[[int], Job], advance: Callable[[int], None]
 ) -> Iterator[tuple[int, Result]]:
-    """Runs chunks of blocks on an executor and yields each block's result as it comes in.
+    """Runs chunks of blocks on an executor and yields each block's result as it comes in."""
+    # As bytes, because torch would pass tensors between processes through shared memory, which ends with the process.
+    bundles = [pickle.dumps([job(block) for block in chunk]) for chunk in chunks]
+    for place, results in scattered(executor, run_chunk, bundles):
+        for block, (recorded, ended, count) in zip(chunks[place], results, strict=True):
+            yield block, (torch.from_numpy(recorded), torch.from_numpy(ended), count)
+        advance(len(chunks[place]))
 
-    A chunk whose worker died is handed in again, up to TRIES times, and at last computed here, where a real error shows as itself.
+
+def scattered(executor: Executor, work: Callable[[A], R], tasks: Sequence[A]) -> Iterator[tuple[int, R]]:
+    """work(task) for every task on an executor; yields each task's place and its result as it comes in.
+
+    A task whose worker died is handed in again, up to TRIES times, and at last done here, where a real error shows as itself.
     """
-
-    def bundle(chunk: range) -> bytes:
-        # As bytes, because torch would pass tensors between processes through shared memory, which ends with the process.
-        return pickle.dumps([job(block) for block in chunk])
-
-    waiting = {executor.submit(run_chunk, bundle(chunk)): (chunk, 1) for chunk in chunks}
+    waiting = {executor.submit(work, task): (place, 1) for place, task in enumerate(tasks)}
     try:
         while waiting:
             done, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
-                chunk, tries = waiting.pop(future)
+                place, tries = waiting.pop(future)
                 try:
-                    results = future.result()
+                    result = future.result()
                 except ValueError:
                     raise  # what the caller got wrong goes wrong everywhere
                 except Exception as error:
-                    again = handed_in_again(executor, bundle(chunk)) if tries < TRIES else None
+                    again = handed_in_again(executor, work, tasks[place]) if tries < TRIES else None
                     if again is not None:
-                        waiting[again] = chunk, tries + 1
+                        waiting[again] = place, tries + 1
                         continue
                     warnings.warn(f"the executor fails ({error!r}): its work is done in this process", RuntimeWarning, stacklevel=2)
-                    results = run_chunk(bundle(chunk))
-                for block, (recorded, ended, count) in zip(chunk, results, strict=True):
-                    yield block, (torch.from_numpy(recorded), torch.from_numpy(ended), count)
-                advance(len(chunk))
+                    result = work(tasks[place])
+                yield place, result
     finally:
         for future in waiting:
             future.cancel()
 
 
-def handed_in_again(executor: Executor, jobs: bytes) -> Future | None:
+def handed_in_again(executor: Executor, work: Callable[[A], R], task: A) -> Future | None:
     """A second try, or None from an executor that takes no more work."""
     try:
-        return executor.submit(run_chunk, jobs)
+        return executor.submit(work, task)
     except Exception:
         return None
 

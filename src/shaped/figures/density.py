@@ -29,3 +29,30 @@ def pairs(V: Float[np.ndarray, "*batch m m"]) -> Float[np.ndarray, "*batch pair"
     """The entries above the diagonal."""
     rows, columns = np.triu_indices(V.shape[-1], 1)
     return V[..., rows, columns]
+
+
+def joint_densities(name: str, samples: dict[str, Float[np.ndarray, " _"]], bins: int = 32) -> dict[str, np.ndarray]:
+    """`densities` of samples that are to be compared, over one range; keys are name_sample_…"""
+    pooled = np.concatenate(list(samples.values()))
+    return {key: array for which, x in samples.items() for key, array in densities(f"{name}_{which}", x, bins, pooled).items()}
+
+
+def densities(
+    name: str, x: Float[np.ndarray, " sample"], bins: int = 60, over: Float[np.ndarray, " other"] | None = None
+) -> dict[str, np.ndarray]:
+    """Histogram and kernel density estimate over the range that holds 99 % of the values (of `over`, if given).
+
+    The name of a correlation starts with rho.
+    """
+    over = x if over is None else over
+    low, high = np.percentile(over, [0.5, 99.5]) if over.size else (0.0, 1.0)
+    margin = max(0.05 * (high - low), 1e-6 * max(1.0, abs(low), abs(high)))
+    low, high, estimate = (-0.999, 0.999, correlation_density) if name.startswith("rho") else (low - margin, high + margin, kernel_density)
+    grid = np.linspace(low, high, 256)
+    counts, edges = np.histogram(x, bins=bins, range=(low, high))
+    return {
+        f"{name}_grid": grid,
+        f"{name}_density": estimate(x, grid) if x.size else np.zeros_like(grid),
+        f"{name}_edges": edges,
+        f"{name}_heights": counts / (max(1, len(x)) * np.diff(edges)),
+    }

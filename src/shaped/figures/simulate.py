@@ -16,7 +16,7 @@ import shaped
 from shaped.checks import positive, whole_number
 from shaped.covariance import equicorrelated
 from shaped.figures.blocks import BlockSettings
-from shaped.figures.density import correlation_density, kernel_density, pairs
+from shaped.figures.density import densities, pairs
 from shaped.limit import solve
 
 if TYPE_CHECKING:
@@ -99,21 +99,6 @@ def summarise(values: Float[np.ndarray, "sample entry"]) -> dict[str, Any] | Non
         "standard_error": float(own.std(ddof=1) / math.sqrt(len(own))) if len(own) > 1 else None,
         "standard_deviation": float(values.std()),
         "percentiles": {str(p): float(x) for p, x in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)},
-    }
-
-
-def densities(name: str, x: Float[np.ndarray, " sample"]) -> dict[str, np.ndarray]:
-    """Histogram and kernel density estimate over the range that holds 99 % of the values."""
-    low, high = np.percentile(x, [0.5, 99.5])
-    margin = max(0.05 * (high - low), 1e-6 * max(1.0, abs(low), abs(high)))
-    low, high, estimate = (-0.999, 0.999, correlation_density) if name == "rho" else (low - margin, high + margin, kernel_density)
-    grid = np.linspace(low, high, 256)
-    counts, edges = np.histogram(x, bins=60, range=(low, high))
-    return {
-        f"{name}_grid": grid,
-        f"{name}_density": estimate(x, grid),
-        f"{name}_edges": edges,
-        f"{name}_heights": counts / (len(x) * np.diff(edges)),
     }
 
 

@@ -34,6 +34,9 @@ class RandomAttention(nn.Module):
         query, key, value = (
             (x @ weight * scale).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for weight in (self.query, self.key, self.value)
         )
+        # A shift that all keys share changes no row of the softmax. Without it, the rounding of A's row sums, times the keys' common part,
+        # drowns the query's gradient when the tokens collapse (Fig. gradients).
+        key = key - key[..., :1, :]
         A = attention_matrix(query @ key.mT / self.tau, logit_bias(self.mask, x.shape[-2], x), self.gamma1, self.gamma2)
         mixed = (A @ value).transpose(-2, -3).flatten(-2)
         return mixed if self.output is None else mixed @ self.output * scale

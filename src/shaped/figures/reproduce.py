@@ -1,0 +1,152 @@
+"""`shaped reproduce`: every figure of the paper, its claims, and one report."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+import shaped
+from shaped.engine import checked_device
+from shaped.figures import store
+from shaped.figures.lab import Lab, Result
+from shaped.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCALES = ("quick", "paper")
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig7", "fig8", "output", "masks")
+"""In the order of the report. An id is the name of a module of this package that is a `Page`."""
+
+
+class Page(Protocol):
+    """What a figure's module has. A page that reads files (finished training runs) puts their hashes into its settings."""
+
+    TITLE: str
+    SHOWS: str
+
+    def settings(self, scale: str, /) -> Any:
+        """A dataclass of plain values: all that determines the numbers, but for tokens, seed and device."""
+
+    def compute(self, settings: Any, lab: Lab, /) -> Result: ...
+
+    def draw(self, summary: dict[str, Any], arrays: dict[str, np.ndarray], /) -> Figure: ...
+
+
+def page(id: str) -> Page:
+    return cast(Page, import_module(f"shaped.figures.{id}"))
+
+
+def chosen(ids: Sequence[str]) -> tuple[str, ...]:
+    """The figures asked for, each once, in the order of the report."""
+    for id in ids:
+        if id not in (*FIGURES, "all"):
+            raise ValueError(f"figures must be among {', '.join(FIGURES)}, or all, got {id!r}")
+    return tuple(id for id in FIGURES if not ids or "all" in ids or id in ids)
+
+
+def workers_by_default(device: str) -> int | None:
+    """A process for each core; none on a GPU, which one process keeps busy."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if device == "cpu" and cores > 1 else None
+
+
+def key(id: str, scale: str, lab: Lab) -> dict[str, Any]:
+    """All that determines a figure's numbers."""
+    return {
+        "figure": id,
+        "title": page(id).TITLE,
+        "shows": page(id).SHOWS,
+        "version": shaped.__version__,
+        "scale": scale,
+        "tokens": lab.tokens,
+        "seed": lab.seed,
+        "device": lab.device,
+        "settings": asdict(page(id).settings(scale)),
+    }
+
+
+def reproduce(
+    ids: Sequence[str],
+    out: Path,
+    *,
+    scale: str = "quick",
+    tokens: int = 4,
+    seed: int = 0,
+    device: str = "cpu",
+    executor: Executor | None = None,
+    again: bool = False,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Computes what is not yet in `out`, draws everything, and writes the report, whose path it returns."""
+    from shaped.figures.report import write_report
+
+    if scale not in SCALES:
+        raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
+    if not find_spec("matplotlib"):
+        raise ValueError("reproduce needs matplotlib: pip install 'shaped-transformer[plot]'")
+    wanted, lab = chosen(ids), Lab(tokens, seed, device, executor)
+    checked_device(device)
+    claims = []
+    for id in wanted:
+        saved, note = made(id, out, scale, lab, again)
+        draw(id, out, saved)
+        rows = saved.summary["claims"]
+        claims += rows
+        say(f"{id:<7} {sum(row['holds'] for row in rows):>3} of {len(rows):>3} claims hold  {note}")
+        for row in rows:
+            if not row["holds"]:
+                say(f"        {row['id']} fails: {row['claim']}: {row['reason']}")
+    say(f"{sum(row['holds'] for row in claims)} of {len(claims)} claims hold")
+    return write_report(out, FIGURES)
+
+
+def made(id: str, out: Path, scale: str, lab: Lab, again: bool) -> tuple[store.Saved, str]:
+    """A figure's numbers, from disk or computed now, and how they came about."""
+    its_key = key(id, scale, lab)
+    saved = None if again else store.load(out, id, its_key)
+    if saved is not None:
+        return saved, f"from {out}, computed in {saved.summary['seconds']:.1f} s"
+    began = time.perf_counter()
+    with progress(id) as advance:
+        result = page(id).compute(page(id).settings(scale), replace(lab, advance=advance))
+    seconds = time.perf_counter() - began
+    return store.save(out, id, its_key, result, seconds), f"{seconds:.1f} s"
+
+
+def draw(id: str, out: Path, saved: store.Saved) -> None:
+    """PNG and PDF, from the saved numbers alone."""
+    from shaped.figures.style import styled
+
+    with styled():
+        figure = page(id).draw(saved.summary, saved.arrays)
+        for kind, metadata in (("png", {}), ("pdf", {"CreationDate": None})):  # no date: the same numbers give the same files
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, dpi=220, metadata=metadata)
+            write_atomically(out / f"{id}.{kind}", lambda file, buffer=buffer: file.write(buffer.getvalue()))
+
+
+@contextmanager
+def progress(id: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, and nothing elsewhere: told how many of how many simulations are done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    bar = Progress(
+        id, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    )
+    with bar:
+        task = bar.add_task(id, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

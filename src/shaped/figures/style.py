@@ -1,0 +1,96 @@
+"""How every figure looks: one colour a model, solid for networks, dashed for the SDE, readable at the width of a column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# The colours of Okabe and Ito, which people with any colour vision can tell apart.
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, BLACK = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000",
+)  # fmt: skip
+COLOURS = {"shaped": BLUE, "unshaped": VERMILION, "preln": GREEN, "postln": PURPLE}
+NAMES = {"shaped": "shaped", "unshaped": "unshaped", "preln": "Pre-LN", "postln": "Post-LN"}
+LINES: dict[str, Any] = {"network": "-", "sde": "--"}
+FACE_NAMES = {"network": "network", "sde": "SDE"}
+
+WIDE, NARROW = 6.75, 3.3  # inches: a page's text and one of its columns
+LOOK: Any = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.linewidth": 0.6,
+    "lines.linewidth": 1.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "mathtext.fontset": "cm",
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    from matplotlib import rc_context
+
+    with rc_context(LOOK):
+        yield
+
+
+def sheet(columns: int, width: float = WIDE, height: float = 2.5, **how: Any) -> tuple[Figure, list[Axes]]:
+    """A figure of panels side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(np.atleast_1d(figure.subplots(1, columns, **how)))
+
+
+def steps_of(count: int) -> list[Any]:
+    """Colours for an ordered family, dark to light, of even lightness steps also in print."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](x) for x in np.linspace(0.0, 0.82, count)]
+
+
+def line_key(axes: Axes, **how: Any) -> None:
+    """Says once that solid is the network and dashed the SDE."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=BLACK, linestyle=LINES[face], linewidth=1.0, label=FACE_NAMES[face]) for face in LINES]
+    axes.add_artist(axes.legend(handles=handles, **how))
+
+
+def densities_panel(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: str, colour: Any = BLUE) -> None:
+    """The SDE against the network: histograms, and kernel density estimates on top."""
+    for face in LINES:
+        key = f"{name}_{face}"
+        solid = face == "network"
+        axes.stairs(
+            arrays[f"{key}_heights"],
+            arrays[f"{key}_edges"],
+            fill=solid,
+            color=colour if solid else BLACK,
+            alpha=0.22 if solid else 0.45,
+            linewidth=0 if solid else 0.5,
+        )
+        grid, density = arrays[f"{key}_grid"], arrays[f"{key}_density"]
+        inside = np.abs(grid) < 0.96 if name.startswith("rho") else np.ones_like(grid, dtype=bool)  # beyond it a few samples make spikes
+        axes.plot(
+            grid[inside],
+            density[inside],
+            LINES[face],
+            color=colour if solid else BLACK,
+            linewidth=1.6 if solid else 1.0,
+            label=FACE_NAMES[face],
+        )
+    axes.set(xlabel=label, ylabel="density", ylim=(0, None))
+    axes.margins(x=0)

@@ -1,0 +1,121 @@
+"""Each figure at a tiny scale: its claims point the right way, it is drawn from the disk alone, and a broken layer is noticed."""
+
+import numpy as np
+import pytest
+import torch
+from tiny import SETTINGS
+
+from shaped.figures import fig2, lab, reproduce, store
+from shaped.figures.lab import Lab
+from shaped.layers import attention
+from stats import generator, seed
+
+
+@pytest.fixture(autouse=True)
+def _one_number_of_tokens(monkeypatch):
+    monkeypatch.setattr(lab, "CLAIMED_TOKENS", ())
+
+
+def computed(id: str, tokens: int = 4):
+    return reproduce.page(id).compute(SETTINGS[id], Lab(tokens, seed(7)))
+
+
+def values(result) -> dict[str, float]:
+    return {row["id"].removesuffix(".m4"): row["value"] for row in result.claims}
+
+
+def failing(result) -> set[str]:
+    return {row["id"].removesuffix(".m4") for row in result.claims if not row["holds"]}
+
+
+def test_there_is_a_tiny_setting_for_every_figure():
+    assert SETTINGS.keys() == set(reproduce.FIGURES)
+
+
+@pytest.mark.parametrize("id", reproduce.FIGURES)
+def test_a_figure_is_drawn_from_the_disk_alone(id, tmp_path):
+    result = computed(id, tokens=3)
+    key = {"figure": id, "title": "", "shows": "", "tokens": 3}
+    store.save(tmp_path, id, key, result, 1.0)
+    del result
+    saved = store.load(tmp_path, id, key)
+    assert saved is not None
+    reproduce.draw(id, tmp_path, saved)
+    assert (tmp_path / f"{id}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"{id}.pdf").read_bytes().startswith(b"%PDF")
+    assert all(np.isfinite(row["value"]) for row in saved.summary["claims"])
+    assert len({row["id"] for row in saved.summary["claims"]}) == len(saved.summary["claims"])
+
+
+def test_fig1_orders_the_models():
+    value = values(computed("fig1"))
+    assert value["fig1.shaped"] < 0.35 < 0.85 < value["fig1.preln"] < value["fig1.unshaped"]
+
+
+def test_fig2_only_the_vanilla_query_gradients_vanish():
+    value = values(computed("fig2"))
+    assert value["fig2.postln.query"] > 1e4  # in 60 layers; 1e14 in 150
+    assert value["fig2.unshaped.query"] > value["fig2.shaped.query"]
+    assert value["fig2.shaped.value"] < 20
+    assert value["fig2.postln.value"] < 100
+
+
+def test_fig2_one_token_has_nothing_to_attend_to():
+    """Its softmax is 1 whatever the query: the gradient of the query weights is 0, that of the values is not."""
+    small = fig2.Settings(n=8, d=3, networks=1, sequences=4)
+    (value, query), _ = fig2.gradient_norms(small, "unshaped", (1, 3), seed(3), "cpu")
+    assert value.shape == query.shape == (3,)
+    assert (value > 0).all()
+    assert (query == 0).all()
+
+
+def test_query_gradients_of_tokens_that_nearly_coincide_are_not_rounding():
+    """They shrink like the square of the tokens' differences, far below the rounding of the logits."""
+    layer = attention.ShapedAttention(1.0, lam=1.0, identity=False, centre=False, temperature=False)
+    module = layer.module(16, generator=generator(8), dtype=torch.float64)
+    common, apart, back = (torch.randn(*shape, generator=generator(9), dtype=torch.float64) for shape in ((1, 16), (4, 16), (4, 16)))
+    norms = []
+    for size in (1e-8, 1e-9):
+        loss = (module(common + size * apart) * back).sum()
+        query = module.get_parameter("branch.query")
+        norms.append(torch.autograd.grad(loss, query)[0].norm().item())
+    assert norms[0] / norms[1] == pytest.approx(100, rel=0.05)
+
+
+def test_fig2_reads_python_source():
+    assert b"import" in fig2.text()
+    found = fig2.excerpts(5, 12, 0)
+    assert all(bytes(row.tolist()) in fig2.text() for row in found)
+
+
+@pytest.mark.parametrize("id", ["fig3", "fig4", "fig7", "output", "masks"])
+def test_claims_hold_at_the_tiny_scale(id):
+    assert failing(computed(id)) <= {"fig4.shaped.below", "fig4.shaped.tail", "fig4.id+centre.rho"}
+
+
+def test_fig5_and_fig8_stability_falls_with_gamma_and_grows_with_tau0():
+    value = values(computed("fig5"))
+    assert value["fig5.fall"] > 0.5
+    assert value["fig5.stable"] == 1.0
+    assert value["fig5.sde.fall"] > 2.0
+    value = values(computed("fig8"))
+    assert value["fig8.gamma.gain"] > 0.5
+    assert value["fig8.tau0.gain"] > 0.5
+
+
+def test_attention_without_centring_is_noticed(monkeypatch):
+    """The network's layer loses its centring; the SDE does not know."""
+    whole = attention.attention_matrix
+    monkeypatch.setattr(attention, "attention_matrix", lambda logits, bias, gamma1, gamma2: whole(logits, bias, gamma1, 0.0))
+    assert "fig7.law" in failing(computed("fig7"))
+    assert "fig1.law" in failing(computed("fig1"))
+    assert {"masks.first", "masks.last"} & failing(computed("masks"))
+    assert {"fig4.shaped.below", "fig4.shaped.median.below"} <= failing(computed("fig4"))
+
+
+def test_claims_are_made_for_two_four_and_eight_tokens_and_the_drawn_one(monkeypatch):
+    monkeypatch.undo()
+    assert Lab(4).counts == (2, 4, 8)
+    assert Lab(5).counts == (2, 4, 5, 8)
+    made = reproduce.page("fig8").compute(SETTINGS["fig8"], Lab(4))
+    assert {row["tokens"] for row in made.claims} == {2, 4, 8}
