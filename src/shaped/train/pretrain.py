@@ -212,7 +212,10 @@ class Run:
             ids = self.test.chunk(0, 1)[0][0, :OBSERVED_ROWS]
             self._write("layers", **diagnostics.observe(self.model, ids, self.stepper.gradients()))
         if self.step % settings.evaluate_every == 0 or last:
-            self._write("test", loss=self.test_loss(None if last else settings.test_rows))
+            loss = self.test_loss(None if last else settings.test_rows)
+            self._write("test", loss=loss)
+            if not self.progress:
+                self.say(f"step {self.step}: train loss {losses[-1]:.4f}, test loss {loss:.4f}, {tokens:,.0f} tokens/s")
         if self.step % settings.checkpoint_every == 0 or last:
             self.save()
 
