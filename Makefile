@@ -23,7 +23,7 @@ unit: .venv/installed
 	$(bin)/pytest
 
 bench: .venv/installed
-	for benchmark in limit finite attention; do $(bin)/python benchmarks/$$benchmark.py || exit 1; done
+	for benchmark in limit finite attention train; do $(bin)/python benchmarks/$$benchmark.py || exit 1; done
 
 # Made anew whenever what is to be installed changes; the file is written last, so an interrupted install is tried again.
 .venv/installed: pyproject.toml constraints.txt

@@ -50,8 +50,8 @@ def test_the_hugging_face_script_runs(tmp_path):
 
 def test_every_option_in_the_readme_exists():
     helps = [
-        subprocess.run([sys.executable, "-m", "shaped", command, "--help"], capture_output=True, text=True, check=True).stdout
-        for command in ("simulate", "converge", "reproduce")
+        subprocess.run([sys.executable, "-m", "shaped", *command.split(), "--help"], capture_output=True, text=True, check=True).stdout
+        for command in ("simulate", "converge", "reproduce", "data prepare", "pretrain", "study", "glue")
     ]
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", README)):
         assert option in "".join(helps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -13,8 +14,11 @@ from typing import Annotated, Any
 import typer
 
 from shaped import __version__
+from shaped.train import settings as training
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+text = typer.Typer(rich_markup_mode=None, help="Text for training.", no_args_is_help=True)
+app.add_typer(text, name="data")
 
 INTERRUPTED = 130  # what typer returns after Ctrl-C, as shells do
 
@@ -178,6 +182,135 @@ def reproduce(
     with working_on(workers, scheduler) as executor:
         report = figures_of.reproduce(ids, out, executor=executor, **how)
     print("report:", report)
+
+
+@text.command()
+def prepare(
+    text: Annotated[list[str], typer.Option(help="Text files (plain, .gz, .zst) or names of Hugging Face datasets; repeatable.")],
+    out: Annotated[Path, typer.Option(help="Folder for the tokenizer and the arrays.")],
+    valid: Annotated[list[str] | None, typer.Option(help="The same for the test text; repeatable.")] = None,
+    valid_share: Annotated[float, typer.Option(help="Share of the documents that is held out, without --valid.")] = 0.01,
+    vocab: Annotated[int, typer.Option(help="Entries of the vocabulary.")] = 32_000,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 128,
+    cased: Annotated[bool, typer.Option("--cased", help="Keep capitals and accents.")] = False,
+    tokens: Annotated[int | None, typer.Option(help="Stop after so many training tokens.")] = None,
+) -> None:
+    """Train a tokenizer on text and pack the text into memory-mapped arrays; goes on where it was interrupted."""
+    needs("tokenizers", "transformers")
+    from shaped.train import data
+
+    made = data.prepare(text, out, valid=valid, vocab=vocab, length=length, valid_share=valid_share, cased=cased, tokens=tokens)
+    for part in ("train", "valid"):
+        about = made.facts[part]
+        cut = ", stopped at the limit: the rest is left out" if about["stopped_at_limit"] else ""
+        print(f"{part}: {about['documents']} documents, {about['tokens']} tokens in {about['rows']} rows of {made.length}{cut}")
+    print(f"vocabulary: {made.vocab}")
+    print("written:", out)
+
+
+def from_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with an option for each setting, which goes into `given` if it was said."""
+    options = [inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Config)]
+    for name, hint in training.HINTS.items():
+        about = training.Settings.__dataclass_fields__[name]
+        choices = f" One of {', '.join(about.metadata['choices'])}." if about.metadata["choices"] else ""
+        default = "" if about.default in (None, training.MISSING) else f" [{about.default}]"
+        option = typer.Option(help=about.metadata["help"] + choices + default, show_default=False)
+        options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint | None, option]))
+
+    def called(config: Path | None = None, **options: Any) -> None:
+        command(config, {name: value for name, value in options.items() if value is not None})
+
+    called.__doc__, called.__name__ = command.__doc__, command.__name__
+    called.__signature__ = inspect.Signature(options)
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in options}
+    return called
+
+
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings; options given beside it prevail.", show_default=False)]
+
+
+@app.command()
+@from_settings
+def pretrain(config: Path | None, given: dict[str, Any]) -> None:
+    """Train a model on prepared text; the same command goes on with a run that was interrupted. Under torchrun, on several devices."""
+    needs("transformers")
+    from shaped.train import pretrain as loop
+
+    settings = training.Settings.of((training.read_toml(config) if config else {}) | given)
+    if loop.is_first():
+        print(settings.to_toml())
+    try:
+        result = loop.pretrain(settings, progress=sys.stderr.isatty(), say=complaint)
+    except loop.Stopped as stopped:
+        if loop.is_first():
+            print(stopped)
+        return
+    if loop.is_first():
+        print(f"train loss {result.train_loss:.4f}, test loss {result.test_loss:.4f}")
+        print("written:", settings.out)
+
+
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(help="TOML file: out, minutes, [defaults], [[run]]…")],
+    minutes: Annotated[float | None, typer.Option(help="Time for all runs; the same command goes on.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs, in place of the file's.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Prepared text, in place of the file's.")] = None,
+) -> None:
+    """Run a queue of trainings one after another; those of the same shape share one compiled step."""
+    needs("transformers")
+    from shaped.train import study as queue
+
+    overrides = {"minutes": minutes, "out": None if out is None else str(out), "data": None if data is None else str(data)}
+    summary = queue.study(file, progress=sys.stderr.isatty(), **overrides)
+    print(f"{len(summary['runs'])} finished, {len(summary['diverged'])} diverged, {len(summary['unfinished'])} unfinished")
+
+
+@app.command()
+def glue(
+    runs: Annotated[list[Path], typer.Argument(help="Finished runs of `shaped pretrain`.")],
+    task: Annotated[list[str], typer.Option(help="cola, mrpc or rte; repeatable.")],
+    data: Annotated[Path | None, typer.Option(help="Folder with CoLA, MRPC, RTE; the Hugging Face hub without it.")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
+    epochs: Annotated[int, typer.Option(help="Epochs.")] = 5,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 5e-4,
+    batch: Annotated[int, typer.Option(help="Examples of a step.")] = 16,
+    warmup: Annotated[float, typer.Option(help="Share of the steps in which the learning rate grows.")] = 0.0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    compile: Annotated[str, typer.Option(help="auto, off, blocks or whole.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line and nothing else.")] = False,
+) -> None:
+    """Fine-tune runs on GLUE tasks, over several seeds, and score them on the development sets."""
+    needs("transformers")
+    from shaped.train import glue as tuning
+
+    given: dict[str, Any] = chosen(tuning.GlueSettings, locals())
+    given["seeds"] = whole_numbers("seeds", seeds)
+    del given["task"]
+    tasks = [tuning.GlueSettings(task=name, **given) for name in task]
+    steppers: dict[Any, Any] = {}
+    for run in runs:
+        for settings in tasks:
+            summary = tuning.glue(run, settings, data, say=(lambda line: None) if as_json else print, steppers=steppers)
+            if as_json:
+                print(json.dumps(summary, allow_nan=False))
+                continue
+            for name in ("matthews", "accuracy", "f1"):
+                spread = "" if summary[name]["std"] is None else f" ± {summary[name]['std']:.3f}"
+                print(f"{name}: {summary[name]['mean']:.3f}{spread} over {len(settings.seeds)} seeds")
+            print("written:", run / f"glue-{settings.task}.json")
+
+
+def needs(*packages: str) -> None:
+    missing = [package for package in packages if not find_spec(package)]
+    if missing:
+        raise ValueError(f"training needs {', '.join(missing)} (pip install 'shaped-transformer[train]')")
+
+
+def complaint(line: str) -> None:
+    """What a run says while it goes: on standard error, where the progress is."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def chosen(settings: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,14 @@ class ShapedConfig(PreTrainedConfig):
     Args:
         block: "shaped" (Eq. shaped_transformer), "vanilla" (the same without shaping, which is where Recover ends), "preln" or "postln".
         gamma: where the residual branches' gains start; the shortcut's start at sqrt(1 - gamma²).
+        gamma_feedforward: where those of the feed-forward branches start, if not at gamma.
         tau0, c_minus: temperature of the attention and shape of the activation.
         schedule: what becomes of the shaping: "fixed", "learn" or "recover", which goes to 0 in `recover_steps` steps.
         train_gains: train the residual gains.
         is_decoder: causal attention; `ShapedForCausalLM` sets it.
         embedding_norm: LayerNorm on the embedding.
+        embedding_std: standard deviation of the tables of tokens and positions at the start; by default their sum has variance 1.
+        head_std: that of the output matrix; hidden_size^-1/2 by default.
         type_vocab_size: token types (sentence pairs) that have an embedding; 0 for none.
         attention_dropout, hidden_dropout: of the softmax, and of the embedding.
     """
@@ -40,6 +43,7 @@ class ShapedConfig(PreTrainedConfig):
     max_position_embeddings: int = 512
     block: str = "shaped"
     gamma: float = 0.1
+    gamma_feedforward: float | None = None
     tau0: float = 1.0
     c_minus: float = -1.0
     schedule: str = "fixed"
@@ -47,6 +51,8 @@ class ShapedConfig(PreTrainedConfig):
     train_gains: bool = True
     is_decoder: bool = False
     embedding_norm: bool = False
+    embedding_std: float | None = None
+    head_std: float | None = None
     type_vocab_size: int = 0
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
@@ -69,6 +75,9 @@ class ShapedConfig(PreTrainedConfig):
         for name in ("gamma", "attention_dropout", "hidden_dropout"):
             in_range(name, getattr(self, name), 0.0, 1.0)
         whole_number("type_vocab_size", self.type_vocab_size, least=0)
+        for name in ("gamma_feedforward", "embedding_std", "head_std"):
+            if getattr(self, name) is not None:
+                in_range(name, getattr(self, name), 0.0, 1.0 if name == "gamma_feedforward" else 1e3)
         positive("tau0", self.tau0)
         finite("c_minus", self.c_minus)
         # Not written to config.json by transformers: a shaped model is shaped unless another attention is asked for.

@@ -80,7 +80,11 @@ def transformer_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNor
     )
     if config.block in ("preln", "postln"):
         return LayerNormBlock(attention, feedforward, "pre" if config.block == "preln" else "post")
-    return ShapedTransformerBlock(attention, feedforward, config.gamma, config.train_gains)
+    return ShapedTransformerBlock(attention, feedforward, config.gamma, config.train_gains, config.gamma_feedforward)
+
+
+def output_head(config: ShapedConfig) -> Matrix:
+    return Matrix(config.hidden_size, config.vocab_size, config.hidden_size**-0.5 if config.head_std is None else config.head_std)
 
 
 class ShapedPreTrainedModel(PreTrainedModel):
@@ -123,7 +127,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ShapedConfig):
         super().__init__()
-        std = (3 if config.type_vocab_size else 2) ** -0.5
+        std = (3 if config.type_vocab_size else 2) ** -0.5 if config.embedding_std is None else config.embedding_std
         self.tokens = Table(config.vocab_size, config.hidden_size, std)
         self.positions = Table(config.max_position_embeddings, config.hidden_size, std)
         self.types = Table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
@@ -202,7 +206,7 @@ class ShapedForMaskedLM(ShapedPreTrainedModel):
     def __init__(self, config: ShapedConfig):
         super().__init__(with_decoder(config, False))
         config = self.config
-        self.model, self.head = ShapedModel(config), Matrix(config.hidden_size, config.vocab_size, config.hidden_size**-0.5)
+        self.model, self.head = ShapedModel(config), output_head(config)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -235,7 +239,7 @@ class ShapedForCausalLM(ShapedPreTrainedModel, GenerationMixin):
     def __init__(self, config: ShapedConfig):
         super().__init__(with_decoder(config, True))
         config = self.config
-        self.model, self.head = ShapedModel(config), Matrix(config.hidden_size, config.vocab_size, config.hidden_size**-0.5)
+        self.model, self.head = ShapedModel(config), output_head(config)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -302,14 +306,15 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        x = outputs.last_hidden_state
+        logits = self.classifier(self.pooled(outputs.last_hidden_state, attention_mask))
+        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+
+    def pooled(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """One vector for each text, [batch, n], of its tokens, [batch, m, n]."""
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask.bool()
         if self.config.is_decoder:
             last = (real * torch.arange(1, x.shape[1] + 1, device=x.device)).argmax(-1)
-            pooled = x[torch.arange(len(x), device=x.device), last]
-        else:
-            weights = real / real.sum(1, keepdim=True).clamp(min=1)
-            pooled = (x * weights[..., None].to(x.dtype)).sum(1)
-        logits = self.classifier(pooled)
-        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+            return x[torch.arange(len(x), device=x.device), last]
+        weights = real / real.sum(1, keepdim=True).clamp(min=1)
+        return (x * weights[..., None].to(x.dtype)).sum(1)

@@ -19,7 +19,7 @@ class ShapedTransformerBlock(nn.Module):
     r"""$Z = \lambda X + \gamma\,\text{attention}(X)$, $X' = \lambda Z + \gamma\,\text{feedforward}(Z)$ (Eq. shaped_transformer).
 
     There is no LayerNorm. Each branch has a $\lambda$ and a $\gamma$ of its own, trained unless `train_gains` is False; $\lambda$ starts
-    at $\sqrt{1-\gamma^2}$.
+    at $\sqrt{1-\gamma^2}$. The feed-forward branch starts at `gamma_feedforward` where that is given, at `gamma` else.
     """
 
     lam_attention: Tensor
@@ -27,19 +27,26 @@ class ShapedTransformerBlock(nn.Module):
     lam_feedforward: Tensor
     gamma_feedforward: Tensor
 
-    def __init__(self, attention: ShapedSelfAttention, feedforward: ShapedFeedForwardBlock, gamma: float, train_gains: bool = True):
+    def __init__(
+        self,
+        attention: ShapedSelfAttention,
+        feedforward: ShapedFeedForwardBlock,
+        gamma: float,
+        train_gains: bool = True,
+        gamma_feedforward: float | None = None,
+    ):
         super().__init__()
-        in_range("gamma", gamma, 0.0, 1.0)
         self.attention, self.feedforward = attention, feedforward
-        self.start = {"lam": math.sqrt(1.0 - gamma**2), "gamma": gamma}
-        for branch in ("attention", "feedforward"):
-            for name, start in self.start.items():
-                add_gain(self, f"{name}_{branch}", start, train_gains)
+        self.start = {}
+        for branch, given in (("attention", gamma), ("feedforward", gamma if gamma_feedforward is None else gamma_feedforward)):
+            in_range("gamma", given, 0.0, 1.0)
+            self.start |= {f"lam_{branch}": math.sqrt(1.0 - given**2), f"gamma_{branch}": given}
+        for name, start in self.start.items():
+            add_gain(self, name, start, train_gains)
 
     def reset_parameters(self) -> None:
-        for branch in ("attention", "feedforward"):
-            for name, start in self.start.items():
-                nn.init.constant_(getattr(self, f"{name}_{branch}"), start)
+        for name, start in self.start.items():
+            nn.init.constant_(getattr(self, name), start)
 
     def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
         x = self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)

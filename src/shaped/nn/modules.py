@@ -72,6 +72,8 @@ class ShapedSelfAttention(nn.Module):
     """
 
     shaping: AttentionShaping | None
+    packed = False
+    """One product for queries, keys and values in place of three, for a training loop; hooks on these layers are then passed by."""
 
     def __init__(
         self,
@@ -106,9 +108,16 @@ class ShapedSelfAttention(nn.Module):
 
         `attend` replaces what is done with queries, keys and values, such as to keep them in a cache.
         """
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for layer in (self.query, self.key, self.value))
+        q, k, v = (features.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for features in self.project(x))
         mixed = self.mix(q, k, v, attn_mask) if attend is None else attend(self, q, k, v, attn_mask)
         return self.output(mixed.transpose(-2, -3).flatten(-2))
+
+    def project(self, x: Tokens) -> tuple[Tensor, ...]:
+        layers = (self.query, self.key, self.value)
+        if not self.packed:
+            return tuple(layer(x) for layer in layers)
+        together = nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))
+        return together.split([layer.out_features for layer in layers], -1)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
         gamma1, gamma2 = (0.0, 0.0) if self.shaping is None else self.shaping()

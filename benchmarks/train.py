@@ -1,0 +1,240 @@
+"""The training step: milliseconds, TFLOP/s and the share of the device's bf16 matrix rate, all in one run.
+
+    python benchmarks/train.py [--compile blocks,whole] [--steps 200] [--profile] [--out FILE]
+
+Shaped (Recover and Learn), Pre-LN, and transformers' BertForMaskedLM, compiled: depth 18, width 768, 8 heads, 32 rows of 128 tokens, a
+vocabulary of 32,000, bf16 on a GPU. On a CPU everything is smaller. The models of this package compute logits at the masked places alone;
+BERT computes them everywhere, as its loss has it. Operations are counted as those that are needed (logits at masked places), for all models
+alike: a matrix of P entries takes 6·P a token, forward and backward; attention 12·m·n a token and layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import report
+from rich.console import Console
+from rich.table import Table
+
+from shaped.hf import ShapedConfig, ShapedForMaskedLM
+from shaped.train.batches import Batches
+from shaped.train.losses import MaskedLoss
+from shaped.train.stepper import How, Plan, Stepper
+
+SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+
+
+@dataclass(frozen=True)
+class Size:
+    depth: int
+    width: int
+    heads: int
+    batch: int
+    length: int
+    vocab: int
+
+    def flops(self, masked: int) -> float:
+        """Of one step, forward and backward."""
+        tokens = self.batch * self.length
+        blocks = self.depth * 12 * self.width**2 * tokens + self.width * self.vocab * self.batch * masked
+        return 6.0 * blocks + 12.0 * self.depth * self.length * self.width * tokens
+
+
+LARGE = Size(depth=18, width=768, heads=8, batch=32, length=128, vocab=32_000)
+SMALL = Size(depth=2, width=128, heads=4, batch=8, length=64, vocab=1000)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def matrix_rate(device: torch.device) -> float:
+    """TFLOP/s of a large bf16 product of random matrices, the best of several."""
+    k = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(k, k, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(10):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(5):
+            torch.mm(a, b)
+        synchronize()
+        times.append((time.perf_counter() - began) / 5)
+    return 2 * k**3 / min(times) / 1e12
+
+
+def attention_kernels(size: Size, device: torch.device) -> dict[str, float]:
+    """Microseconds of plain attention, forward and backward, at the models' shape, for each of PyTorch's kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape = (size.batch, size.length, size.heads, size.width // size.heads)
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
+    found = {}
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        try:
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                times = []
+                for _ in range(30):
+                    synchronize()
+                    began = time.perf_counter()
+                    for _ in range(10):
+                        torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, k, v).sum(), (q, k, v))
+                    synchronize()
+                    times.append((time.perf_counter() - began) / 10)
+            found[name.lower()] = 1e6 * statistics.median(times)
+        except (RuntimeError, AttributeError) as error:
+            print(f"{name}: {str(error).splitlines()[0]}")
+    return found
+
+
+def own(size: Size, how: How, steps: int, **config: Any) -> tuple[dict[str, float], Stepper, Batches, Plan]:
+    """A model of this package: seconds until the first chunk is done, and milliseconds a step after it."""
+    rows = np.random.default_rng(0).integers(5, size.vocab, (64 * size.batch, size.length), dtype=np.int64)
+    batches = Batches(rows, batch=size.batch, seed=0, vocab=size.vocab, special=SPECIAL, device=how.device)
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    model = ShapedForMaskedLM(
+        ShapedConfig(
+            vocab_size=size.vocab,
+            hidden_size=size.width,
+            num_hidden_layers=size.depth,
+            num_attention_heads=size.heads,
+            max_position_embeddings=size.length,
+            **config,
+        )
+    )
+    stepper = Stepper(model, MaskedLoss, how)
+    plan = Plan(lambda step: 1e-4, {}, model.config.shaping().share)
+    stepper.run(batches.chunk(0, how.chunk), plan)
+    start = time.perf_counter() - began
+
+    def chunk() -> None:
+        stepper.run(batches.chunk(stepper.step, how.chunk), plan)
+
+    return {"start_s": start} | timed(chunk, how.chunk, steps), stepper, batches, plan
+
+
+def bert(size: Size, device: torch.device, steps: int, mode: str | None) -> dict[str, float]:
+    """transformers' model as its users train it: autocast, torch.compile, fused Adam."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.width,
+        num_hidden_layers=size.depth,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.width,
+        max_position_embeddings=size.length,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    model: Any = BertForMaskedLM(config)
+    model.to(device)
+    compiled: Any = torch.compile(model, dynamic=False, mode=mode)
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    rows = np.random.default_rng(0).integers(5, size.vocab, (64 * size.batch, size.length), dtype=np.int64)
+    batches = Batches(rows, batch=size.batch, seed=0, vocab=size.vocab, special=SPECIAL, device=device)
+    ids, places, labels = (tensor[0] for tensor in batches.chunk(0, 1))
+    labels = torch.full_like(ids, -100).scatter(-1, places, labels)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = compiled(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    for _ in range(5):
+        step()
+    synchronize()
+    start = time.perf_counter() - began
+
+    def chunk() -> None:
+        for _ in range(16):
+            step()
+
+    return {"start_s": start} | timed(chunk, 16, steps)
+
+
+def timed(chunk: Callable[[], None], length: int, steps: int) -> dict[str, float]:
+    times = []
+    for _ in range(max(3, steps // length)):
+        synchronize()
+        began = time.perf_counter()
+        chunk()
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - began) / length)
+    return {"ms": statistics.median(times), "ms_least": min(times), "ms_most": max(times)}
+
+
+def profile(stepper: Stepper, batches: Batches, plan: Plan) -> str:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profiled(activities=activities) as found:
+        stepper.run(batches.chunk(stepper.step, 4), plan)
+        synchronize()
+    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return found.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", default="blocks,whole", help="which ways to compile are tried")
+    parser.add_argument("--models", default="recover,learn,preln,bert")
+    parser.add_argument("--attention", default="auto", help="auto, flash, cudnn, efficient or math")
+    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--profile", action="store_true", help="print the kernels that take longest in a step of the first model")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmark-train.json"))
+    arguments = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    device, size = torch.device("cuda" if gpu else "cpu"), LARGE if gpu else SMALL
+    masked = round(0.15 * size.length)
+    ceiling, flops = matrix_rate(device), size.flops(masked)
+    rows: dict[str, dict[str, float]] = {}
+    kernels = attention_kernels(size, device) if gpu else {}
+    print("attention kernels, forward and backward, µs:", {name: round(value, 1) for name, value in kernels.items()}, flush=True)
+    wanted = arguments.models.split(",")
+    known = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
+    for compile in arguments.compile.split(",") if gpu else ["off"]:
+        for name in (name for name in wanted if name in known):
+            how = How(device, half=gpu, compile=compile, graph=gpu, attention=arguments.attention, chunk=64 if gpu else 16)
+            found, stepper, batches, plan = own(size, how, arguments.steps, **known[name])
+            rows[f"{name}, {compile}"] = found
+            print(name, compile, {key: round(value, 2) for key, value in found.items()}, flush=True)
+            if arguments.profile and len(rows) == 1:
+                print(profile(stepper, batches, plan), flush=True)
+            del stepper, batches, plan
+    for mode in (None, "reduce-overhead") if "bert" in wanted else ():
+        try:
+            rows["bert" + (f", {mode}" if mode else "")] = found = bert(size, device, arguments.steps, mode)
+            print("bert", mode, {key: round(value, 2) for key, value in found.items()}, flush=True)
+        except RuntimeError as error:
+            print(f"bert, {mode}: {str(error).splitlines()[0]}", flush=True)
+    table = Table(title=f"{size}, {masked} masked places a row; bf16 products run at {ceiling:.0f} TFLOP/s here", box=None)
+    for column in ("model", "ms a step", "least–most", "TFLOP/s", "share", "start, s"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, row in rows.items():
+        row["tflops"] = flops / row["ms"] / 1e9
+        row["share"] = row["tflops"] / ceiling
+        spread = f"{row['ms_least']:.2f}–{row['ms_most']:.2f}"
+        table.add_row(name, f"{row['ms']:.2f}", spread, f"{row['tflops']:.0f}", f"{row['share']:.2f}", f"{row['start_s']:.0f}")
+    Console(width=140).print(table)
+    about = {"size": size.__dict__, "masked": masked, "tflop_a_step": flops / 1e12, "matrix_tflops": ceiling, "attention_us": kernels}
+    report(arguments.out, "python benchmarks/train.py", about | {"models": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""`shaped data prepare`: text → tokenizer → rows of tokens in memory-mapped arrays, with counts and hashes.
+
+Text is streamed: memory does not grow with the corpus. What was written is recorded chunk by chunk, and a run that was interrupted goes on
+where it stopped. A folder is complete once it has `data.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shaped.checks import in_range, whole_number
+from shaped.files import write_json
+from shaped.train.text import Line, fingerprint, is_file, lines
+
+PAD, UNKNOWN, FIRST, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CHUNK = 20_000  # lines tokenised, written and recorded at a time
+"""`[CLS]` begins a row, `[SEP]` ends a document; they are the first entries of every vocabulary, in this order."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A prepared folder: rows of tokens, [rows, length]."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+    @property
+    def vocab(self) -> int:
+        return self.facts["vocab"]
+
+    @property
+    def length(self) -> int:
+        return self.facts["length"]
+
+    def rows(self, part: str) -> np.ndarray:
+        """The array of "train" or "valid", memory-mapped; read into memory where there is only the file that `xz` made of it."""
+        count, dtype, path = self.facts[part]["rows"], np.dtype(self.facts["dtype"]), self.folder / f"{part}.bin"
+        if not count:
+            raise ValueError(f"data must have rows of {part}, got none in {self.folder}: more text, or more of it held out")
+        compressed = self.folder / f"{part}.bin.xz"
+        content = _decompressed(compressed) if compressed.is_file() and not path.exists() else None
+        size = len(content) if content is not None else path.stat().st_size if path.is_file() else 0
+        wanted = count * self.length * dtype.itemsize
+        if size != wanted:
+            raise ValueError(f"data must have {path.name} of {wanted} bytes, got {size}: prepare {self.folder} again")
+        if content is not None:
+            return np.frombuffer(content, dtype).reshape(count, self.length)
+        return np.memmap(path, dtype, "r", shape=(count, self.length))
+
+    def verify(self) -> None:
+        """Reads everything and compares the hashes."""
+        for part in ("train", "valid"):
+            if _hash(self.folder / f"{part}.bin") != self.facts[part]["sha256"]:
+                raise ValueError(f"data must have the hashes of data.json, got another for {part}.bin: prepare {self.folder} again")
+
+
+def load(folder: Path) -> Data:
+    try:
+        return Data(folder, json.loads((folder / "data.json").read_text()))
+    except FileNotFoundError:
+        raise ValueError(f"data must be a folder made by `shaped data prepare`, got {folder}, which has no data.json") from None
+    except json.JSONDecodeError:
+        raise ValueError(f"data must be a folder made by `shaped data prepare`, got {folder}, whose data.json is damaged") from None
+
+
+def prepare(
+    text: list[str],
+    out: Path,
+    *,
+    valid: list[str] | None = None,
+    vocab: int = 32_000,
+    length: int = 128,
+    valid_share: float = 0.01,
+    cased: bool = False,
+    tokens: int | None = None,
+    progress: bool = True,
+) -> Data:
+    """Trains a tokenizer on the text and packs the text into rows.
+
+    Args:
+        text, valid: sources (see `text.py`). Without `valid`, a share of the text's documents is held out.
+        vocab, length: the tokenizer's entries and a row's tokens.
+        valid_share: the share of documents that are held out, where there is no `valid`.
+        cased: keep capitals and accents.
+        tokens: stop after so many training tokens; what is left out is said in `data.json`.
+    """
+    if not text:
+        raise ValueError("text must be at least one file or dataset, got none")
+    whole_number("vocab", vocab, least=len(SPECIAL) + 1)
+    whole_number("length", length, least=8)
+    in_range("valid_share", valid_share, 0.0, 0.5)
+    if tokens is not None:
+        whole_number("tokens", tokens, least=length)
+    request = {
+        "text": [fingerprint(source) for source in text],
+        "valid": [fingerprint(source) for source in valid or []],
+        "vocab": vocab,
+        "length": length,
+        "valid_share": None if valid else valid_share,
+        "cased": cased,
+        "tokens": tokens,
+    }
+    if not _same_request(out, request):
+        write_json(out / "request.json", request)
+    elif (out / "data.json").exists():
+        return load(out)
+    with _bar(progress) as bar:
+        tokenizer = _tokenizer(out, lambda: _training_text(text, valid, valid_share, bar("tokenizer", text)), vocab, length, cased)
+        size = tokenizer.get_vocab_size()
+        dtype = "uint16" if size <= 1 << 16 else "uint32"
+        parts = {}
+        for part, sources in (("train", text), ("valid", valid or text)):
+            stream = _parted(_all_lines(sources, bar(part, sources)), None if valid else (part == "valid", valid_share))
+            parts[part] = _pack(stream, tokenizer, out / f"{part}.bin", length, dtype, tokens if part == "train" else None)
+    facts = {"format": 1, "vocab": size, "length": length, "dtype": dtype, "special": {name: i for i, name in enumerate(SPECIAL)}}
+    write_json(out / "data.json", facts | parts | {"request": request})
+    for part in parts:
+        _record(out / f"{part}.bin").unlink()
+    return load(out)
+
+
+def _same_request(out: Path, request: dict[str, Any]) -> bool:
+    """Was this folder begun with the same request? An error if it holds something else."""
+    path = out / "request.json"
+    if not path.exists():
+        return False
+    before = json.loads(path.read_text())
+    for key, value in request.items():
+        if before.get(key) != value:
+            raise ValueError(f"out must be a new folder or one prepared with the same {key}, {before.get(key)!r}, got {value!r} for {out}")
+    return True
+
+
+def _training_text(text: list[str], valid: list[str] | None, share: float, advance: Callable[[int], object]) -> Iterator[str]:
+    return (line for line in _parted(_all_lines(text, advance), None if valid else (False, share)) if line is not None)
+
+
+def _all_lines(sources: list[str], advance: Callable[[int], object]) -> Iterator[Line]:
+    return (line for source in sources for line in lines(source, advance))
+
+
+def _parted(stream: Iterator[Line], hold_out: tuple[bool, float] | None) -> Iterator[Line]:
+    """The documents that are held out, or the others: document i is held out when i·share passes a whole number."""
+    if hold_out is None:
+        yield from stream
+        return
+    wanted, share = hold_out
+    document = 1
+    for line in stream:
+        held = int(document * share) > int((document - 1) * share)
+        if held is wanted:
+            yield line
+        document += line is None
+
+
+def _tokenizer(out: Path, text: Callable[[], Iterator[str]], vocab: int, length: int, cased: bool) -> Any:
+    """A WordPiece tokenizer in the Hugging Face format, trained on the text unless the folder has it already."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = out / "tokenizer"
+    if not folder.exists():
+        tokenizer: Any = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=vocab, special_tokens=list(SPECIAL), show_progress=False)
+        tokenizer.train_from_iterator(text(), trainer)
+        if tokenizer.get_vocab_size() == len(SPECIAL):
+            raise ValueError("text must have words to make a vocabulary from, got none")
+        if tokenizer.get_vocab_size() > vocab:
+            raise ValueError(f"vocab must have room for the text's characters, at least {tokenizer.get_vocab_size()}, got {vocab}")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{FIRST} $A {END}", pair=f"{FIRST} $A {END} $B:1 {END}:1", special_tokens=[(FIRST, 2), (END, 3)]
+        )
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token=PAD,
+            unk_token=UNKNOWN,
+            cls_token=FIRST,
+            sep_token=END,
+            mask_token=MASK,
+            model_max_length=length,
+        )
+        unfinished = out / ".tokenizer"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        wrapped.save_pretrained(unfinished)
+        os.replace(unfinished, folder)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def _pack(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype: str, limit: int | None) -> dict[str, Any]:
+    """Tokens in rows of `length`: `[CLS]`, then what comes next of the text, documents ended by `[SEP]`. Its counts and hash."""
+    first, end = tokenizer.token_to_id(FIRST), tokenizer.token_to_id(END)
+    record = _record(path)
+    state = {"lines": 0, "rows": 0, "rest": [], "documents": 0, "complete": False, "left_out": False}
+    if record.exists() and path.exists():
+        state = json.loads(record.read_text())
+    most = None if limit is None else -(-limit // length)
+    with open(path, "r+b" if path.exists() else "wb") as file:
+        file.truncate(state["rows"] * length * np.dtype(dtype).itemsize)  # what a killed run wrote but did not record
+        file.seek(0, os.SEEK_END)
+        stream = islice(stream, state["lines"], None)
+        while not state["complete"]:
+            chunk = list(islice(stream, CHUNK))
+            flat = _flat(chunk, tokenizer, state["rest"], end, dtype)
+            rows = len(flat) // (length - 1)
+            if most is not None and state["rows"] + rows >= most:
+                rows = most - state["rows"]
+                state["complete"] = state["left_out"] = True
+            packed = np.full((rows, length), first, dtype)
+            packed[:, 1:] = flat[: rows * (length - 1)].reshape(rows, length - 1)
+            file.write(packed.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            state["rows"] += rows
+            state["lines"] += len(chunk)
+            state["documents"] += chunk.count(None)
+            state["rest"] = flat[rows * (length - 1) :].tolist()
+            state["complete"] |= not chunk
+            write_json(record, state)
+    counts = {"rows": state["rows"], "tokens": state["rows"] * length, "documents": state["documents"]}
+    return counts | {"sha256": _hash(path), "stopped_at_limit": state["left_out"]}
+
+
+def _flat(chunk: list[Line], tokenizer: Any, rest: list[int], end: int, dtype: str) -> np.ndarray:
+    """The tokens of a chunk of lines, after what was left of the last one."""
+    encoded = iter(tokenizer.encode_batch_fast([line for line in chunk if line is not None], add_special_tokens=False))
+    return np.concatenate([np.asarray(rest, dtype), *(np.asarray([end] if line is None else next(encoded).ids, dtype) for line in chunk)])
+
+
+@lru_cache(maxsize=2)
+def _decompressed(path: Path) -> bytes:
+    return lzma.decompress(path.read_bytes())
+
+
+def _record(path: Path) -> Path:
+    """How far the packing of an array has come; deleted when all is done."""
+    return path.with_suffix(".json.part")
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _bar(wanted: bool) -> Iterator[Callable[[str, list[str]], Callable[[int], object]]]:
+    """A progress bar a pass over the text, in bytes of the files read."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:>9}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not wanted) as progress:
+
+        def task(name: str, sources: list[str]) -> Callable[[int], object]:
+            sizes = [Path(source).stat().st_size if is_file(source) else None for source in sources]
+            total = None if None in sizes else sum(size for size in sizes if size is not None)
+            number = progress.add_task(name, total=total)
+            return lambda size: progress.advance(number, size)
+
+        yield task

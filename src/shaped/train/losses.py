@@ -1,0 +1,80 @@
+"""What is trained: the models of `shaped.hf` without what training has no use for: caches, full masks, logits that nobody reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from shaped.hf.models import ShapedForMaskedLM, ShapedForSequenceClassification, ShapedModel
+from shaped.nn.modules import ShapedSelfAttention
+
+COMPILE = ("off", "blocks", "whole")
+
+
+class Loss(nn.Module):
+    """A loss in three parts, each of which can be compiled by itself: embedding, blocks, head.
+
+    All blocks share one compiled program when they are compiled one by one, so that depth costs no time at the start.
+    """
+
+    def __init__(self, model: nn.Module, body: ShapedModel, compile: str = "off"):
+        super().__init__()
+        for module in model.modules():
+            if isinstance(module, ShapedSelfAttention):
+                module.packed = True
+        self.model: Any = model
+        self.embedding, self.final = body.embedding, body.norm
+        run = (lambda part: torch.compile(part, dynamic=False, fullgraph=True)) if compile == "blocks" else (lambda part: part)
+        # Not as submodules: these are the model's own, which has them already.
+        self._run: dict[str, Any] = {
+            "embed": run(self.embed),
+            "head": run(self.head),
+            "blocks": [run(layer.block) for layer in body.layers],
+        }
+
+    def encode(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self._run["embed"](ids)
+        for block in self._run["blocks"]:
+            x = block(x, mask)
+        return x
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.embedding(self.embedding.tokens(ids), torch.arange(ids.shape[-1], device=ids.device)[None], None)
+
+    def head(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class MaskedLoss(Loss):
+    """Cross-entropy of masked language modelling, with the vocabulary's matrix applied at the masked places alone."""
+
+    def __init__(self, model: ShapedForMaskedLM, compile: str = "off"):
+        super().__init__(model, model.model, compile)
+
+    def forward(self, ids: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+        return self._run["head"](self.encode(ids), places, labels)
+
+    def head(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+        x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+        x = x if self.final is None else self.final(x)
+        return cross_entropy(self.model.head(x).float().flatten(0, 1), labels.flatten())
+
+
+class ClassifierLoss(Loss):
+    """Cross-entropy of a classifier of texts that are padded to one length."""
+
+    def __init__(self, model: ShapedForSequenceClassification, compile: str = "off"):
+        super().__init__(model, model.model, compile)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        return self._run["head"](self.encode(ids, mask[:, None, None, :]), mask, labels)
+
+    def head(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(self.logits(x, places).float(), labels)
+
+    def logits(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x if self.final is None else self.final(x)
+        return self.model.classifier(self.model.pooled(x, mask))

@@ -1,0 +1,337 @@
+"""`shaped pretrain`: masked language modelling, from settings to a folder that `AutoModelForMaskedLM` loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import shaped.hf
+from shaped.files import write_atomically, write_json
+from shaped.train import checkpoint, data, diagnostics
+from shaped.train.batches import Batches
+from shaped.train.losses import MaskedLoss
+from shaped.train.metrics import Metrics, read
+from shaped.train.results import Result, command_line, commit
+from shaped.train.settings import Settings
+from shaped.train.stepper import How, Plan, Say, Stepper
+
+OBSERVED_ROWS = 8
+LAST = 500  # steps over which the training loss of a result is averaged
+FREE = ("out", "data", "minutes", "keep", "tensorboard", "device", "compile", "graph", "attention", "log_every", "evaluate_every")
+FREE += ("observe_every", "checkpoint_every", "test_rows", "save_model")  # what may change when a run goes on
+
+Steppers = dict[Any, Stepper]
+
+
+class Diverged(ArithmeticError):
+    """A loss that is not finite."""
+
+
+class Stopped(Exception):
+    """The time was up, or someone interrupted; there is a checkpoint."""
+
+
+def pretrain(settings: Settings, *, say: Say = print, progress: bool = False, steppers: Steppers | None = None) -> Result:
+    """Trains, or goes on with, the run in `settings.out`, and returns its result; `Stopped` if the time is up before.
+
+    `steppers` are reused by runs of the same shapes in one process: nothing is then compiled again.
+    """
+    claim(settings)
+    if (settings.out / "result.json").exists():
+        return Result.read(settings.out / "result.json")
+    with processes(settings.device) as (rank, world):
+        say = say if rank == 0 else (lambda _: None)
+        return Run(settings, rank, world, say, progress and rank == 0, {} if steppers is None else steppers).finish()
+
+
+def is_first() -> bool:
+    """Is this the process that speaks and writes?"""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def claim(settings: Settings) -> None:
+    """Is the folder free, or that of a run with the same settings?"""
+    path = settings.out / "settings.toml"
+    if path.exists():
+        before, now = asdict(Settings.from_toml(path)), asdict(settings)
+        for name in now:
+            if name not in FREE and before[name] != now[name]:
+                raise ValueError(f"{name} must be {before[name]}, as in the run that {settings.out} holds, got {now[name]}")
+
+
+@contextmanager
+def processes(device: str) -> Iterator[tuple[int, int]]:
+    """This process's number and how many there are, as `torchrun` says; joined for the duration."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield 0, 1
+        return
+    gpu = device != "cpu" and torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    try:
+        yield dist.get_rank(), world
+    finally:
+        dist.destroy_process_group()
+
+
+def build(settings: Settings, vocab: int, length: int) -> shaped.hf.ShapedForMaskedLM:
+    """The model at initialisation: a function of the settings and the seed."""
+    config = shaped.hf.ShapedConfig(
+        vocab_size=vocab,
+        hidden_size=settings.width,
+        num_hidden_layers=settings.depth,
+        num_attention_heads=settings.heads,
+        intermediate_size=settings.hidden,
+        max_position_embeddings=length,
+        block=settings.model,
+        gamma=settings.gamma,
+        gamma_feedforward=settings.gamma_feedforward,
+        tau0=settings.tau0,
+        c_minus=settings.c_minus,
+        schedule=settings.schedule,
+        recover_steps=settings.recover_steps,
+        train_gains=settings.train_gains,
+        embedding_norm=settings.embedding_norm,
+        embedding_std=settings.embedding_std,
+        head_std=settings.head_std,
+        tie_word_embeddings=settings.tied,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return shaped.hf.ShapedForMaskedLM(config)
+
+
+def shared(steppers: Steppers, model: Any, loss: Any, how: How, sizes: tuple[int, ...], say: Say) -> Stepper:
+    """A stepper for this model: one that was made for a model of the same program, or a new one."""
+    config = model.config
+    kinds = (loss, config.block, config.schedule == "learn", config.train_gains, config.embedding_norm, config.tie_word_embeddings)
+    shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size, config.vocab_size)
+    key = (how, kinds, shape, config.max_position_embeddings, sizes)
+    if key in steppers:
+        steppers[key].adopt(model)
+    else:
+        steppers[key] = Stepper(model, loss, how, say)
+    return steppers[key]
+
+
+class Run:
+    def __init__(self, settings: Settings, rank: int, world: int, say: Say, progress: bool, steppers: Steppers):
+        self.settings, self.rank, self.say, self.progress = settings, rank, say, progress
+        self.out, self.began = settings.out, time.monotonic()
+        self.data = data.load(settings.data)
+        self.how = How.of(settings, world)
+        where: dict[str, Any] = {
+            "batch": settings.batch,
+            "share": settings.mask_share,
+            "rank": rank,
+            "world": world,
+            "device": self.how.device,
+        }
+        self.batches = Batches.of(self.data, "train", seed=settings.seed, **where)
+        if len(self.data.rows("valid")) < settings.batch:
+            raise ValueError(f"batch must be at most the rows of the test text, {len(self.data.rows('valid'))}, got {settings.batch}")
+        self.test = Batches.of(self.data, "valid", seed=0, **where)  # the same order and masks for every run
+        if rank == 0:
+            write_atomically(settings.out / "settings.toml", lambda file: file.write(settings.to_toml().encode()))
+        self.model = build(settings, self.data.vocab, self.data.length)
+        self.plan = Plan(
+            settings.learning_rate,
+            {"gains": settings.gain_lr, "embeddings": settings.embedding_lr, "head": settings.head_lr},
+            self.model.config.shaping().share,
+            settings.clip,
+        )
+        sizes = (self.batches.length, self.batches.masked, settings.batch)
+        self.stepper = shared(steppers, self.model, MaskedLoss, self.how, sizes, say)
+        self.step = self._resume()
+        self._losses: list[float] = []
+        self.metrics = Metrics(self.out, self.step, settings.tensorboard, say) if rank == 0 else None
+
+    def _resume(self) -> int:
+        found = checkpoint.latest(self.out / "checkpoints", self.say)
+        if found is None:
+            return 0
+        state, about = found
+        if about["layout"] != self.stepper.layout():
+            raise ValueError(f"checkpoints must be of this model, got other shapes in {self.out}")
+        self.stepper.load(state, about["step"])
+        self.say(f"going on from step {about['step']} of {self.settings.steps}")
+        return about["step"]
+
+    def finish(self) -> Result:
+        settings = self.settings
+        try:
+            with bar(self.progress, settings.steps, self.step) as show, interruptions() as asked:
+                while self.step < settings.steps:
+                    self._advance(show)
+                    late = settings.minutes is not None and time.monotonic() - self.began > 60 * settings.minutes
+                    if self._agreed(late or bool(asked)) and self.step < settings.steps:
+                        self.save()
+                        why = "interrupted" if asked else "the time is over"
+                        after = "goes on from there" if settings.keep else "begins anew, since no checkpoints are kept"
+                        raise Stopped(f"{why} at step {self.step} of {settings.steps}; the same command {after}")
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+        return self._export()
+
+    def _advance(self, show: Callable[..., None]) -> None:
+        """To the next step at which something is to be done, or to the end of a chunk."""
+        settings, began = self.settings, time.monotonic()
+        intervals = (settings.log_every, settings.evaluate_every, settings.observe_every, settings.checkpoint_every)
+        count = min(self.how.chunk, settings.steps - self.step, *(every - self.step % every for every in intervals))
+        batches = self.batches.chunk(self.step, count)
+        losses = self.stepper.run(batches, self.plan)
+        if self.stepper.step != self.step + count:
+            self._report_divergence(batches)
+        self.step += count
+        self.stepper.set_share(self.plan.share(self.step))  # looks, test losses and checkpoints see the model as the next step would
+        self._losses = [*self._losses, *losses][-settings.log_every :]
+        seconds = time.monotonic() - began
+        tokens = count * settings.batch * self.data.length / seconds
+        show(self.step, losses[-1], tokens)
+        last = self.step == settings.steps
+        if self.step % settings.log_every == 0 or last:
+            window = self._losses[-(self.step % settings.log_every or settings.log_every) :]
+            rate = settings.learning_rate(self.step - 1)
+            self._write("train", loss=sum(window) / len(window), lr=rate, count=len(window), tokens_per_second=tokens)
+        if self.step % settings.observe_every == 0 or last:
+            ids = self.test.chunk(0, 1)[0][0, :OBSERVED_ROWS]
+            self._write("layers", **diagnostics.observe(self.model, ids, self.stepper.gradients()))
+        if self.step % settings.evaluate_every == 0 or last:
+            loss = self.test_loss(None if last else settings.test_rows)
+            self._write("test", loss=loss)
+            if not self.progress:
+                self.say(f"step {self.step}: train loss {losses[-1]:.4f}, test loss {loss:.4f}, {tokens:,.0f} tokens/s")
+        if self.step % settings.checkpoint_every == 0 or last:
+            self.save()
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.write(self.step, kind, **values)
+
+    def test_loss(self, rows: int | None = None) -> float:
+        """The mean over the test text, or its first rows, with the same masks for every run; rows that fill no batch are left out."""
+        count = self.test.steps_an_epoch
+        if rows is not None:
+            count = max(1, min(count, rows // self.settings.batch))
+        total = torch.zeros((), device=self.how.device)
+        for first in range(0, count, self.how.chunk):
+            chunk = self.test.chunk(first, min(self.how.chunk, count - first))
+            for batch in zip(*chunk, strict=True):
+                with self.stepper.cast():  # with gradients, though nobody asks for them: without, all would be compiled again
+                    total += self.stepper.loss(*batch).detach()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        return float(total) / count
+
+    def save(self) -> None:
+        if self.rank == 0 and self.settings.keep:
+            about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml()}
+            checkpoint.save(self.out / "checkpoints", self.step, self.stepper.state(), about, self.settings.keep)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _report_divergence(self, batches: tuple[torch.Tensor, ...]) -> None:
+        """Nothing moved after the step that broke: it can be computed again."""
+        step = self.stepper.step
+        batch = tuple(tensor[step - self.step] for tensor in batches)
+
+        def again() -> torch.Tensor:
+            with self.stepper.cast():
+                return self.stepper.eager_loss(*batch)
+
+        place = diagnostics.first_non_finite(self.stepper.twin, again)
+        kept = checkpoint.found(self.out / "checkpoints")
+        good = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        raise Diverged(f"the loss of step {step} is not finite: it began in {place}; {good}")
+
+    def _agreed(self, stop: bool) -> bool:
+        """Does any process want to stop? Then all do, at the same step."""
+        if dist.is_initialized():
+            flag = torch.tensor(float(stop), device=self.how.device)
+            dist.all_reduce(flag)
+            stop = bool(flag > 0)
+        return stop
+
+    def _export(self) -> Result:
+        """The finished run as Hugging Face keeps models: weights, config, tokenizer; and result.json, last."""
+        test = read(self.out / "metrics.jsonl", "test")
+        lines = read(self.out / "metrics.jsonl", "train")
+        last = [line for line in lines if line["step"] > self.settings.steps - LAST] or lines[-1:]
+        count = sum(line["count"] for line in last)
+        result = Result(
+            **{name: getattr(self.settings, name) for name in ("model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed")},
+            train_loss=sum(line["loss"] * line["count"] for line in last) / count,
+            test_loss=test[-1]["loss"],
+            command=command_line(self.settings),
+            commit=commit(),
+            settings={name: value for name, value in asdict(self.settings).items() if name not in ("out", "data", "minutes")},
+            data={part: self.data.facts[part]["sha256"] for part in ("train", "valid")},
+            device=torch.cuda.get_device_name() if self.how.device.type == "cuda" else "cpu",
+            seconds=round(time.monotonic() - self.began, 1),
+        )
+        if self.rank == 0:
+            if self.settings.save_model:
+                transformers.utils.logging.disable_progress_bar()
+                values = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}  # no longer views
+                self.model.save_pretrained(self.out, state_dict=values)
+                shutil.copytree(self.data.folder / "tokenizer", self.out, dirs_exist_ok=True)
+            write_json(self.out / "result.json", result.to_dict())
+        if dist.is_initialized():
+            dist.barrier()
+        return result
+
+
+@contextmanager
+def interruptions() -> Iterator[list[int]]:
+    """Collects Ctrl-C and SIGTERM, to be heeded between chunks, where a checkpoint is of one step. A second one is not waited for."""
+    asked: list[int] = []
+
+    def heard(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, heard) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def bar(wanted: bool, steps: int, done: int) -> Iterator[Callable[[int, float, float], None]]:
+    """Loss, tokens a second and time left, on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    speed = TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]} tokens/s")
+    columns = (MofNCompleteColumn(), BarColumn(), speed, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not wanted) as progress:
+        task = progress.add_task("", total=steps, completed=done, loss=float("nan"), rate="")
+        yield lambda step, loss, rate: progress.update(task, completed=step, loss=loss, rate=f"{rate:,.0f}")
+
+
+def run_folder(path: Path) -> Path:
+    """A finished run with its model, or an error that says what is missing."""
+    for name in ("result.json", "config.json"):
+        if not (path / name).exists():
+            raise ValueError(f"run must be a finished run of `shaped pretrain`, got {path}, which has no {name}")
+    return path

@@ -1,0 +1,141 @@
+"""What a training run is made of: one typed class, which is also the command line's options and the TOML file's keys."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import types
+import typing
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shaped.checks import finite, in_range, positive, whole_number
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), least: int | None = None, low: float | None = None) -> Any:
+    """A field with its explanation and what it may be: one of `choices`, a whole number from `least` on, a number from `low` on."""
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "low": low})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A pre-training run. The defaults are the paper's, where the paper says them."""
+
+    data: Path = option(MISSING, "Folder made by `shaped data prepare`.")
+    out: Path = option(MISSING, "Folder of the run; if it holds one that was interrupted, that goes on.")
+
+    model: str = option("shaped", "Blocks.", choices=("shaped", "preln", "postln", "vanilla"))
+    schedule: str = option("recover", "What becomes of the shaping.", choices=("fixed", "learn", "recover"))
+    recover_steps: int = option(4000, "Recover: steps in which the shaping goes to 0.", least=1)
+    depth: int = option(18, "Blocks d.", least=1)
+    width: int = option(768, "Width n.", least=1)
+    heads: int = option(8, "Attention heads; they must divide the width.", least=1)
+    hidden: int | None = option(None, "Width inside the feed-forward layers; 4 times the width by default.", least=1)
+    gamma: float = option(0.1, "Where the gains of the residual branches start.", low=0.0)
+    gamma_feedforward: float | None = option(None, "Where those of the feed-forward branches start, if not at gamma.", low=0.0)
+    tau0: float = option(1.0, "Temperature: smaller ones make larger queries and keys at the start.", low=1e-6)
+    c_minus: float = option(-1.0, "Shaped ReLU: the negative slope starts at 1 + c_minus/sqrt(n).")
+    train_gains: bool = option(True, "Train lambda and gamma.")
+    embedding_norm: bool = option(False, "LayerNorm on the embedding.")
+    embedding_std: float | None = option(None, "Start of the embedding tables; by default tokens + positions have variance 1.", low=0.0)
+    head_std: float | None = option(None, "Start of the output matrix; width^-1/2 by default.", low=0.0)
+    tied: bool = option(False, "The output matrix is the tokens' embedding.")
+
+    steps: int = option(100_000, "Steps.", least=1)
+    batch: int = option(32, "Rows of a step, over all processes.", least=1)
+    mask_share: float = option(0.15, "Share of the tokens that are masked; the same number in every row.", low=0.0)
+    lr: float = option(5e-4, "Learning rate, reached after the warm-up.", low=0.0)
+    warmup: int = option(4000, "Steps in which the learning rate grows linearly.", least=0)
+    decay: str = option("none", "After the warm-up: constant, or linearly to 0 at the last step.", choices=("none", "linear"))
+    gain_lr: float = option(1.0, "Learning rate of the gains, times lr.", low=0.0)
+    embedding_lr: float = option(1.0, "Learning rate of the embedding tables, times lr.", low=0.0)
+    head_lr: float = option(1.0, "Learning rate of the output matrix, times lr.", low=0.0)
+    clip: float = option(0.0, "Largest norm of the gradient; 0 for no clipping.", low=0.0)
+    seed: int = option(0, "Seed of the weights, the order of the rows and the masks.", least=0)
+
+    device: str = option("auto", "cpu, cuda, or auto: cuda where there is one.", choices=("auto", "cpu", "cuda"))
+    precision: str = option("auto", "float32, bf16, or auto: bf16 on a GPU.", choices=("auto", "float32", "bf16"))
+    compile: str = option("auto", "Compile each block (quick to start), the whole model, or nothing; auto: blocks on a GPU.",
+                          choices=("auto", "off", "blocks", "whole"))  # fmt: skip
+    graph: str = option("auto", "The whole step as one CUDA graph; auto: on a single GPU.", choices=("auto", "on", "off"))
+    attention: str = option("auto", "Kernel of the attention on a GPU.", choices=("auto", "flash", "cudnn", "efficient", "math"))
+
+    log_every: int = option(50, "Steps between lines of metrics.jsonl.", least=1)
+    evaluate_every: int = option(1000, "Steps between test losses; there is always one at the end.", least=1)
+    observe_every: int = option(500, "Steps between looks at entropies, correlations, gradients and gains.", least=1)
+    checkpoint_every: int = option(1000, "Steps between checkpoints.", least=1)
+    keep: int = option(2, "Checkpoints that are kept; 0 for none at all.", least=0)
+    save_model: bool = option(True, "Write the trained model at the end.")
+    test_rows: int = option(1024, "Rows of the test losses on the way; the last one has them all.", least=1)
+    minutes: float | None = option(None, "Stop after so many minutes, with a checkpoint; the same command goes on.", low=0.0)
+    tensorboard: bool = option(True, "Write TensorBoard files where tensorboard is installed.")
+
+    def __post_init__(self) -> None:
+        for about in fields(self):
+            _check(about, getattr(self, about.name), HINTS[about.name])
+            if about.type == "Path":
+                object.__setattr__(self, about.name, Path(getattr(self, about.name)))
+        if self.width % self.heads:
+            raise ValueError(f"heads must divide the width, {self.width}, got {self.heads}")
+        for name in ("gamma", "gamma_feedforward", "mask_share"):
+            if getattr(self, name) is not None:
+                in_range(name, getattr(self, name), 0.0, 1.0)
+        if self.warmup >= self.steps and self.decay == "linear":
+            raise ValueError(f"warmup must be less than steps, {self.steps}, for a linear decay, got {self.warmup}")
+
+    def learning_rate(self, step: int) -> float:
+        """Of the step with this number, from 0: warm-up, then constant or linear to 0."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        return self.lr * (self.steps - step) / (self.steps - self.warmup) if self.decay == "linear" else self.lr
+
+    def to_toml(self) -> str:
+        chosen = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items() if value is not None}
+        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in chosen.items())
+
+    @classmethod
+    def from_toml(cls, path: Path, **overrides: Any) -> Settings:
+        return cls.of(read_toml(path) | overrides)
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Settings:
+        known = {about.name: about for about in fields(cls)}
+        for name in given:
+            if name not in known:
+                raise ValueError(f"settings must be among {', '.join(known)}, got {name}")
+        for name, about in known.items():
+            if about.default is MISSING and given.get(name) is None:
+                raise ValueError(f"{name} must be given: {about.metadata['help']}")
+        return cls(**given)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config must be a TOML file, got {path}: {error}") from None
+
+
+def _check(about: Field[Any], value: Any, kind: Any) -> None:
+    """What the field's type and metadata say; None only where the type has it."""
+    name, rules = about.name, about.metadata
+    optional = isinstance(kind, types.UnionType)
+    if value is None and optional:
+        return
+    kind = next(part for part in typing.get_args(kind) if part is not type(None)) if optional else kind
+    if kind is bool and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    if kind is int:
+        whole_number(name, value, least=rules["least"])
+    if kind is float:
+        number = finite(name, value) if rules["low"] != 1e-6 else positive(name, value)
+        if rules["low"] is not None and number < rules["low"]:
+            raise ValueError(f"{name} must be at least {rules['low']:g}, got {value}")
+    if kind in (str, Path) and not isinstance(value, str | Path):
+        raise ValueError(f"{name} must be a text, got {value!r}")
+    if rules["choices"] and value not in rules["choices"]:
+        raise ValueError(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")
+
+
+HINTS = typing.get_type_hints(Settings)

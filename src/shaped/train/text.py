@@ -1,0 +1,131 @@
+"""Where text comes from: plain, .gz or .zst files, or a Hugging Face dataset; read line by line, never whole."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+Line = str | None
+"""A paragraph, or None where a document ends."""
+
+FILES = (".txt", ".gz", ".zst", ".text", ".md", ".tsv", ".csv", ".json", ".jsonl")
+
+
+def is_file(source: str) -> bool:
+    """A file, or the name of a dataset? What ends like a file but is not there is a mistake, not a dataset."""
+    if Path(source).is_file():
+        return True
+    if Path(source).exists():
+        raise ValueError(f"text must be a file or the name of a Hugging Face dataset, got the folder {source!r}")
+    if source.endswith(FILES) or source.startswith(("/", ".")):
+        raise ValueError(f"text must be a file that exists, or the name of a Hugging Face dataset, got {source!r}")
+    return False
+
+
+def fingerprint(source: str) -> dict[str, Any]:
+    """What a source is known by: a file's size and hash, a dataset's name."""
+    if not is_file(source):
+        return {"dataset": source}
+    with open(source, "rb") as file:
+        return {"file": Path(source).name, "bytes": Path(source).stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def lines(source: str, advance: Callable[[int], object] = lambda _: None) -> Iterator[Line]:
+    """The paragraphs of a source. A blank line ends a document, as do the end of a file and the end of a dataset's row.
+
+    `advance` is told how many bytes of the file were read since it was last told.
+    """
+    inside = False
+    for line in _file_lines(source, advance) if is_file(source) else _dataset_lines(source):
+        text = line.strip() if line is not None else ""
+        if text:
+            yield text
+        elif inside:
+            yield None
+        inside = bool(text)
+    if inside:
+        yield None
+
+
+def _file_lines(source: str, advance: Callable[[int], object]) -> Iterator[str]:
+    with ExitStack() as stack:
+        raw = stack.enter_context(open(source, "rb"))
+        stream = io.BufferedReader(stack.enter_context(_decompressed(raw, source)))
+        reported, number = 0, 0
+        try:
+            for line in stream:
+                number += 1
+                yield line.decode()
+                if raw.tell() - reported >= 1 << 20:
+                    advance(raw.tell() - reported)
+                    reported = raw.tell()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"text must be UTF-8, got byte 0x{error.object[error.start]:02x} in line {number} of {source}") from None
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise ValueError(f"text must be a whole file, got {source}, which breaks off or is damaged: {error}") from None
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":  # known only once zstandard is imported
+                raise
+            raise ValueError(f"text must be a whole file, got {source}, which breaks off or is damaged: {error}") from None
+        advance(raw.tell() - reported)
+
+
+def _decompressed(raw: IO[bytes], source: str) -> Any:
+    if source.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if source.endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError:
+            raise ValueError(f"text in .zst needs the package zstandard (pip install 'shaped-transformer[train]'), got {source}") from None
+        return _Zst(raw, zstandard.ZstdDecompressor())
+    return raw
+
+
+class _Zst(io.RawIOBase):
+    """A .zst file as a stream. zstandard's own ends without a word where a file is cut off; this one raises EOFError."""
+
+    def __init__(self, raw: IO[bytes], decompressor: Any):
+        self._raw, self._decompressor, self._frame, self._left = raw, decompressor, None, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            data = self._raw.read(1 << 18)
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            while data:
+                self._frame = self._frame or self._decompressor.decompressobj()
+                self._left += self._frame.decompress(data)
+                data = self._frame.unused_data if self._frame.eof else b""
+                self._frame = None if self._frame.eof else self._frame
+        taken, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+
+def _dataset_lines(source: str) -> Iterator[Line]:
+    """`name` or `name:configuration`; the rows' column "text", of the split "train"."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(f"text from a dataset needs the package datasets (pip install 'shaped-transformer[hf]'), got {source!r}") from None
+    name, _, configuration = source.partition(":")
+    try:
+        rows = load_dataset(name, configuration or None, split="train", streaming=True)
+    except Exception as error:
+        raise ValueError(f"text must be a file or a dataset that can be loaded, got {source!r}: {str(error).splitlines()[0]}") from None
+    for row in rows:
+        if "text" not in row:
+            raise ValueError(f"text must be a dataset with a column 'text', got {source!r} with {', '.join(row)}")
+        yield from row["text"].splitlines()
+        yield None

@@ -1,0 +1,94 @@
+"""Settings: one class, its TOML and its options."""
+
+import subprocess
+import sys
+from dataclasses import MISSING, asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refusals import refused
+from shaped.train.settings import Settings
+
+CHANGED = Settings(
+    data=Path("some/data"), out=Path('a "run"'), model="preln", hidden=100, gamma_feedforward=0.2, lr=1e-3, tied=True, minutes=1.5
+)
+
+
+def test_toml_and_back(tmp_path: Path):
+    path = tmp_path / "settings.toml"
+    path.write_text(CHANGED.to_toml())
+    assert Settings.from_toml(path) == CHANGED
+    assert Settings.from_toml(path, lr=2e-3) == replace(CHANGED, lr=2e-3)
+
+
+def test_every_setting_is_an_option_with_its_help_and_default():
+    done = subprocess.run([sys.executable, "-m", "shaped", "pretrain", "--help"], capture_output=True, text=True, check=True)
+    shown = " ".join(done.stdout.split())  # without the line breaks
+    for about in fields(Settings):
+        assert f"--{about.name.replace('_', '-')} " in shown
+        assert about.metadata["help"] in shown
+        if about.default not in (MISSING, None):
+            assert f"[{about.default}]" in shown
+
+
+def test_options_prevail_over_the_file(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    from shaped import cli
+
+    (tmp_path / "run.toml").write_text(
+        f'data = "{prepared}"\nout = "{tmp_path / "run"}"\ntensorboard = false\nlr = 0.5\n'
+        "depth = 1\nwidth = 16\nheads = 2\nbatch = 8\nsteps = 4\nwarmup = 1\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["shaped", "pretrain", "--config", str(tmp_path / "run.toml"), "--lr", "0.001", "--no-train-gains"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+    shown = capsys.readouterr().out
+    assert "lr = 0.001\n" in shown
+    assert "train_gains = false\n" in shown
+    assert "test loss" in shown
+    made = asdict(Settings.from_toml(tmp_path / "run" / "settings.toml"))
+    assert (made["lr"], made["train_gains"], made["width"]) == (0.001, False, 16)
+
+
+def test_learning_rates():
+    given: dict[str, Any] = {"data": Path("d"), "out": Path("o"), "lr": 2.0, "warmup": 4, "steps": 12}
+    constant, linear = Settings(**given), Settings(**given, decay="linear")
+    assert [constant.learning_rate(step) for step in (0, 1, 3, 4, 11)] == [0.5, 1.0, 2.0, 2.0, 2.0]
+    assert [linear.learning_rate(step) for step in (0, 3, 4, 8, 11)] == [0.5, 2.0, 2.0, 1.0, 0.25]
+    assert Settings.of(given | {"warmup": 0}).learning_rate(0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": "bert"}, ("model", "shaped, preln", "bert")),
+        ({"schedule": "x"}, ("schedule", "x")),
+        ({"depth": 0}, ("depth", "0")),
+        ({"depth": 1.5}, ("depth", "1.5")),
+        ({"depth": True}, ("depth", "True")),
+        ({"heads": 7}, ("heads", "768", "7")),
+        ({"lr": -1.0}, ("lr", "-1")),
+        ({"lr": float("nan")}, ("lr", "nan")),
+        ({"lr": "fast"}, ("lr", "fast")),
+        ({"gamma": 1.5}, ("gamma", "1.5")),
+        ({"mask_share": 2.0}, ("mask_share", "2")),
+        ({"tied": 1}, ("tied", "1")),
+        ({"tau0": 0.0}, ("tau0", "0")),
+        ({"decay": "linear", "steps": 10}, ("warmup", "10", "4000")),
+        ({"out": 3}, ("out", "3")),
+        ({"speed": 3}, ("settings", "speed")),
+        ({"data": None}, ("data", "must be given")),
+    ],
+)
+def test_wrong_settings_are_refused(given: dict, words: tuple[str, ...]):
+    with refused(*words):
+        Settings.of({"data": "d", "out": "o"} | given)
+
+
+def test_the_page_explains_every_setting():
+    page = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text()
+    for about in fields(Settings):
+        assert f"| `{about.name}` |" in page
+        assert f"| {about.metadata['help']}" in page

@@ -1,0 +1,237 @@
+"""The step: the Hugging Face model's loss, PyTorch's Adam, one program for all blocks, the same in bfloat16 and after a restart."""
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import shaped.hf
+from shaped.hf import ShapedConfig, ShapedForMaskedLM, ShapedForSequenceClassification
+from shaped.train.batches import Batches
+from shaped.train.losses import ClassifierLoss, MaskedLoss
+from shaped.train.stepper import How, Plan, Stepper
+from shaped.train.vector import kinds
+
+CPU = torch.device("cpu")
+SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+BLOCKS = [("shaped", "fixed"), ("shaped", "learn"), ("shaped", "recover"), ("preln", "fixed"), ("postln", "fixed"), ("vanilla", "fixed")]
+
+
+def model(kind: Any = ShapedForMaskedLM, **config: Any) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 12,
+    }
+    return kind(ShapedConfig(**sizes | {"gamma": 0.4, "recover_steps": 10} | config))
+
+
+def batches() -> Batches:
+    rows = np.random.default_rng(0).integers(5, 50, (40, 12))
+    return Batches(rows, batch=8, seed=0, vocab=50, special=SPECIAL)
+
+
+def plan(of, lr: float = 1e-2, **how) -> Plan:
+    return Plan(lambda step: lr, how.pop("factors", {}), of.config.shaping().share, **how)
+
+
+@pytest.mark.parametrize(("block", "schedule"), BLOCKS)
+def test_the_loss_is_that_of_the_hugging_face_model(block: str, schedule: str):
+    made = model(block=block, schedule=schedule)
+    ids, places, labels = (tensor[0] for tensor in batches().chunk(0, 1))
+    everywhere = torch.full_like(ids, -100).scatter(-1, places, labels)
+    expected = made(ids, labels=everywhere).loss
+    assert MaskedLoss(made)(ids, places, labels).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("block", ["shaped", "preln"])
+def test_the_classifiers_loss_is_that_of_the_hugging_face_model(block: str):
+    made = model(ShapedForSequenceClassification, block=block, num_labels=2)
+    ids = torch.randint(5, 50, (4, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(12) < torch.tensor([[12], [5], [9], [2]])
+    labels = torch.tensor([0, 1, 1, 0])
+    expected = made(ids, attention_mask=mask.long(), labels=labels).loss
+    assert ClassifierLoss(made)(ids, mask, labels).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["learn", "recover"])
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_steps_are_those_of_torch_adam(schedule: str, clip: float):
+    """20 steps of the flat Adam against torch.optim.Adam on the Hugging Face model, gains at a learning rate of their own."""
+    made, reference = model(schedule=schedule).double(), model(schedule=schedule).double()
+    reference.load_state_dict(made.state_dict())
+    data = batches()
+    stepper = Stepper(made.float(), MaskedLoss, How(CPU, clips=clip > 0))
+    losses = stepper.run(data.chunk(0, 16), plan(made, clip=clip, factors={"gains": 3.0}))
+    losses += stepper.run(data.chunk(16, 4), plan(made, clip=clip, factors={"gains": 3.0}))
+    reference.float()
+    of = kinds(reference)
+    groups = [{"params": [p], "lr": 3e-2 if of[name] == "gains" else 1e-2} for name, p in reference.named_parameters()]
+    adam = torch.optim.Adam(groups, betas=(0.9, 0.999))
+    expected = []
+    for step in range(20):
+        reference.config.shaping().apply(reference, step)
+        ids, places, labels = (tensor[0] for tensor in data.chunk(step, 1))
+        loss = reference(ids, labels=torch.full_like(ids, -100).scatter(-1, places, labels)).loss
+        expected.append(loss.item())
+        adam.zero_grad()
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
+        adam.step()
+    assert losses == pytest.approx(expected, rel=2e-4)
+    for name, value in stepper.values().items():
+        assert (value - reference.get_parameter(name)).abs().max() < 2e-3, name
+    assert stepper.step == 20
+
+
+def test_every_parameter_has_its_kind():
+    made = model(block="preln", embedding_norm=True)
+    of = kinds(made)
+    assert of.keys() == dict(made.named_parameters()).keys()
+    assert of["head.weight"] == "head"
+    assert of["model.embedding.positions.weight"] == "embeddings"
+    assert of["model.layers.0.block.norm_attention.weight"] == of["model.norm.bias"] == "vectors"
+    assert of["model.layers.2.block.feedforward.post.weight"] == "matrices"
+    shaped_ = kinds(model(schedule="learn"))
+    assert sum(kind == "gains" for kind in shaped_.values()) == 3 * (4 + 3)
+    tied = kinds(model(tie_word_embeddings=True))
+    assert "head" not in tied.values()
+
+
+def test_the_model_is_a_view_of_what_is_trained():
+    made = model(schedule="recover")
+    stepper = Stepper(made, MaskedLoss, How(CPU))
+    before = made.head.weight.clone()
+    stepper.run(batches().chunk(0, 4), plan(made))
+    assert not torch.equal(made.head.weight, before)
+    shaping = made.model.layers[1].block.attention.shaping
+    assert shaping.gamma1.item() == pytest.approx(0.7)  # of the last step, which was the fourth of ten
+    stepper.set_share(made.config.shaping().share(10))
+    assert shaping.gamma1.item() == made.model.layers[2].block.feedforward.slope.item() == 0.0
+
+
+def test_bfloat16_follows_float32():
+    """Weights in float32 are what Adam moves; the passes see them rounded. Losses differ by roundings of 2^-8."""
+    data, losses = batches(), []
+    for half in (False, True):
+        made = model(schedule="learn")
+        stepper = Stepper(made, MaskedLoss, How(CPU, half=half))
+        losses.append(stepper.run(data.chunk(0, 16), plan(made)))
+        assert all(p.dtype == torch.float32 for p in made.parameters())
+    assert losses[1] == pytest.approx(losses[0], rel=2**-7)
+    assert losses[1] != losses[0]
+    assert losses[0][-1] < losses[0][0] - 0.1
+    twin = dict(stepper.twin.named_parameters())
+    assert twin["model.layers.0.block.attention.query.weight"].dtype == torch.bfloat16
+    assert twin["model.layers.0.block.gamma_attention"].dtype == torch.float32
+    for name, value in stepper.values().items():
+        assert torch.equal(twin[name], value.to(twin[name].dtype))
+
+
+def test_a_stepper_taken_over_by_another_run_is_as_new():
+    data, one, other = batches(), model(), model(gamma=0.2)
+    with torch.no_grad():
+        other.head.weight.mul_(2)
+    alone = Stepper(model(gamma=0.2), MaskedLoss, How(CPU))
+    with torch.no_grad():
+        alone.model.get_parameter("head.weight").mul_(2)
+    expected = alone.run(data.chunk(0, 8), plan(other))
+    stepper = Stepper(one, MaskedLoss, How(CPU))
+    stepper.run(data.chunk(0, 16), plan(one))
+    stepper.adopt(other)
+    assert stepper.run(data.chunk(0, 8), plan(other)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the tracer looks at it for every input, also between blocks
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_all_blocks_share_one_compiled_program(how: str, monkeypatch: pytest.MonkeyPatch):
+    """Traced without breaks, forward and backward; depth adds no programs when blocks are compiled one by one."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    data, graphs = batches(), []
+    for depth in (2, 5):
+        torch._dynamo.reset()
+        counters.clear()
+        made, eager = (model(num_hidden_layers=depth, schedule="recover") for _ in range(2))
+        losses = Stepper(made, MaskedLoss, How(CPU, compile=how, half=True)).run(data.chunk(0, 4), plan(made))
+        assert losses == pytest.approx(Stepper(eager, MaskedLoss, How(CPU, half=True)).run(data.chunk(0, 4), plan(eager)), rel=2**-7)
+        graphs.append(counters["stats"]["unique_graphs"])
+        assert not counters["graph_break"]
+    assert graphs[0] == graphs[1]
+    groups = 4  # matrices, head, embeddings, gains: Adam is compiled for each
+    assert graphs[0] == groups + (3 if how == "blocks" else 1)
+
+
+def broken(*arguments: Any, **named: Any) -> Any:
+    raise RuntimeError("this compiler knows nothing")
+
+
+def test_what_cannot_be_compiled_is_launched_and_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    torch._dynamo.reset()
+    made, eager, said = model(), model(), []
+    losses = Stepper(made, MaskedLoss, How(CPU, compile="blocks"), said.append).run(batches().chunk(0, 4), plan(made))
+    assert losses == Stepper(eager, MaskedLoss, How(CPU)).run(batches().chunk(0, 4), plan(eager))
+    assert len(said) == 1
+    assert "not compiled" in said[0]
+    assert "this compiler knows nothing" in said[0]
+
+
+class NoStream:
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+def test_what_cannot_be_a_graph_is_launched_and_said(monkeypatch: pytest.MonkeyPatch):
+    """Without a GPU: the calls that a GPU would see are there and do nothing, but the capture, which fails."""
+    for name, stand_in in {
+        "Stream": NoStream,
+        "current_stream": NoStream,
+        "stream": lambda side: nullcontext(),
+        "synchronize": lambda: None,
+        "CUDAGraph": object,
+        "graph": broken,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    made, eager, said = model(), model(), []
+    losses = Stepper(made, MaskedLoss, How(CPU, graph=True), said.append).run(batches().chunk(0, 8), plan(made))
+    assert losses == Stepper(eager, MaskedLoss, How(CPU)).run(batches().chunk(0, 8), plan(eager))
+    assert said == ["no CUDA graph, steps are launched one by one: this compiler knows nothing"]
+
+
+def test_packed_projections_are_the_three():
+    attention = shaped.nn.ShapedSelfAttention(16, 2)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    expected = attention(x)
+    attention.packed = True
+    assert (attention(x) - expected).abs().max() < 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("block", "schedule"), [("shaped", "recover"), ("shaped", "learn"), ("preln", "fixed")])
+def test_a_cuda_graph_steps_as_launches_do(block: str, schedule: str):
+    """Compiled, in bfloat16, with and without a graph, against float32 on the CPU."""
+    rows = np.random.default_rng(0).integers(5, 500, (256, 64))
+    losses = {}
+    for name, how in {
+        "cpu": How(CPU, chunk=32),
+        "launched": How(torch.device("cuda", 0), half=True, compile="blocks", chunk=32),
+        "graph": How(torch.device("cuda", 0), half=True, compile="blocks", graph=True, chunk=32),
+    }.items():
+        sizes = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 500, "max_position_embeddings": 64}
+        made = model(block=block, schedule=schedule, **sizes)
+        data = Batches(rows, batch=16, seed=0, vocab=500, special=SPECIAL, device=how.device)
+        said: list[str] = []
+        stepper = Stepper(made, MaskedLoss, how, said.append)
+        losses[name] = stepper.run(data.chunk(0, 32), plan(made, lr=1e-3))
+        assert said == [], "no graph"
+        assert stepper.step == 32
+    assert losses["graph"] == pytest.approx(losses["launched"], rel=2**-8)
+    assert losses["graph"] == pytest.approx(losses["cpu"], rel=2**-6)
