@@ -1,4 +1,4 @@
-"""Shapes and types of the theory are checked at run time here, and only here; the import hook must come before `shaped` is imported."""
+"""Shapes and types of the layers are checked at run time here, and only here; the import hook must come before `shaped` is imported."""
 
 import importlib.util
 
@@ -6,6 +6,12 @@ import torch
 from jaxtyping import install_import_hook
 
 torch.set_num_threads(1)  # the tests run in several processes
-THEORY = ["shaped.covariance", "shaped.layers", "shaped.limit", "shaped.finite", "shaped.nn.networks"]
+LAYERS = [
+    "shaped.layers.terms",
+    "shaped.layers.attention",
+    "shaped.layers.feedforward",
+    "shaped.layers.normalisation",
+    "shaped.nn.networks",
+]
 if importlib.util.find_spec("beartype") is not None:  # it is among what `make test` installs, but not on every machine with a GPU
-    install_import_hook(THEORY, "beartype.beartype")  # for as long as the tests run; given to `with`, it would end with its block
+    install_import_hook(LAYERS, "beartype.beartype")  # for as long as the tests run; given to `with`, it would end with its block

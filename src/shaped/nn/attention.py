@@ -102,7 +102,7 @@ def running_mean(v: Tensor, sums: torch.dtype, block: int = 64) -> Tensor:
     several times slower on a GPU); sums of whole blocks are few.
     """
     m = v.shape[-2]
-    if torch.compiler.is_exporting():  # cutting into blocks would fix the length of the exported program
+    if fused.exporting():  # cutting into blocks would fix the length of the exported program
         return (v.cumsum(-2, dtype=sums) / torch.arange(1, m + 1, device=v.device, dtype=sums)[:, None]).to(v.dtype)
     blocks = torch.nn.functional.pad(v, (0, 0, 0, -m % block)).unflatten(-2, (-1, block))
     # Means over `block` in place of sums, which would leave the range of float16.

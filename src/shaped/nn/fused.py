@@ -24,13 +24,18 @@ def fits(q: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain) -> bool:
     """Whether this takes these: on a GPU with flash attention, half precision, gains that are numbers or one for each head."""
     if not (TRITON and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)):
         return False
-    if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+    if exporting() or torch._C._are_functorch_transforms_active():
         return False
     if not all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, v)):  # distributed, fake and other tensors
         return False
     D = q.shape[-1]
     shapes = q.ndim == 4 and v.shape[-1] == D and D in (16, 32, 64, 128, 256) and q.shape[-2] > 0 and q.shape[0] > 0
     return shapes and _has_flash(q.device.index) and all(_by_head(gamma, q.shape[1]) for gamma in (gamma1, gamma2))
+
+
+def exporting() -> bool:
+    """Is this for `torch.export`? (Some versions of PyTorch say so under `torch.compile` too.)"""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain, scale: float | None, causal: bool) -> Tensor:

@@ -71,12 +71,14 @@ class Result:
 
 
 def commit() -> str:
-    """The checkout's, or what SHAPED_COMMIT says where the code came without its history."""
+    """What SHAPED_COMMIT says, for code that came without its history, or else the checkout's."""
+    if stated := os.environ.get("SHAPED_COMMIT"):
+        return stated
     try:
         asked = ["git", "describe", "--always", "--dirty"]
         return subprocess.run(asked, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SHAPED_COMMIT", "unknown")
+        return "unknown"
 
 
 def command_line(settings: Settings) -> str:
