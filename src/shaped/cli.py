@@ -168,6 +168,7 @@ def reproduce(
     workers: Annotated[int | None, typer.Option(help="Processes to share the work; by default one a core on the CPU.")] = None,
     scheduler: Scheduler = None,
     again: Annotated[bool, typer.Option("--again", help="Compute also what is in the folder already.")] = False,
+    runs: Annotated[list[Path] | None, typer.Option(help="Folders of training runs, for fig6, table1 and table2; repeatable.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for numbers, pictures and report.")] = Path("out"),
 ) -> None:
     """Compute and draw the paper's figures, check their claims, and write report.html."""
@@ -176,8 +177,8 @@ def reproduce(
 
     if workers is None and scheduler is None:
         workers = figures_of.workers_by_default(device)
-    ids = figures_of.chosen(figures or [])
-    how = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again}
+    ids = figures_of.chosen(figures or [], runs or [])
+    how = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again, "runs": runs or []}
     folder(out, as_json=False)
     with working_on(workers, scheduler) as executor:
         report = figures_of.reproduce(ids, out, executor=executor, **how)

@@ -30,7 +30,7 @@ FAMILY = 1.949 / 1.358
 
 def row(
     id: str,
-    m: int,
+    m: int | None,
     claim: str,
     value: float,
     interval: Interval,
@@ -39,7 +39,7 @@ def row(
     at_most: float | None = None,
     why: str = "",
 ) -> Row:
-    """One claim, of m tokens, with one threshold; `why` says, where it is known, why it fails if it does."""
+    """One claim, of m tokens if it is about so many, with one threshold; `why` says, where it is known, why it fails if it does."""
     low, high = interval
     if at_least is not None:
         relation, threshold, holds = "at least", at_least, low >= at_least
@@ -47,11 +47,11 @@ def row(
         assert at_most is not None
         relation, threshold, holds = "at most", at_most, high <= at_most
     made = {
-        "id": f"{id}.m{m}",
+        "id": id if m is None else f"{id}.m{m}",
         "claim": claim,
         "tokens": m,
         "value": float(value),
-        "interval": [float(low), float(high)],
+        "interval": [float(end) if math.isfinite(end) else None for end in (low, high)],
         "relation": relation,
         "threshold": float(threshold),
         "holds": bool(holds),

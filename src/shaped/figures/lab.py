@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +29,8 @@ class Lab:
     seed: int = 0
     device: str = "cpu"
     executor: Executor | None = None
+    runs: tuple[Path, ...] = ()
+    """Folders of finished training runs."""
     advance: Callable[[int, int], None] | None = None
     """Told after each job how many of how many are done."""
 

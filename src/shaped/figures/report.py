@@ -60,10 +60,10 @@ def section(id: str, summary: dict[str, Any], picture: bytes) -> str:
     data = base64.b64encode(picture).decode()
     settings = ", ".join(f"{name} = {shown(value)}" for name, value in summary["settings"].items())
     facts = [
-        f"Drawn for m = {summary['tokens']} tokens",
+        *([f"Drawn for m = {summary['tokens']} tokens"] if summary["tokens"] else []),
         escape(settings),
         f"seed {summary['seed']}, {escape(summary['device'])}, shaped {escape(summary['version'])}, {seconds(summary)}",
-        "paper scale" if summary["scale"] == "paper" else "quick scale: fewer samples than the paper's",
+        {"paper": "paper scale", "quick": "quick scale: fewer samples than the paper's"}.get(summary["scale"], "as trained"),
     ]
     more = summary.get("table")
     extra = table(more["columns"], [[escape(shown(cell)) for cell in cells] for cells in more["rows"]]) if more else ""
@@ -75,7 +75,7 @@ def section(id: str, summary: dict[str, Any], picture: bytes) -> str:
 
 
 def claim(row: dict[str, Any]) -> list[str]:
-    low, high = row["interval"]
+    low, high = ("no end" if end is None else end for end in row["interval"])
     verdict = '<span class="holds">holds</span>' if row["holds"] else f'<span class="fails">fails: {escape(row["reason"])}</span>'
     threshold = f"{row['relation']} {shown(row['threshold'])}"
     return [escape(row["claim"]), shown(row["tokens"]), shown(row["value"]), f"{shown(low)} to {shown(high)}", threshold, verdict]
@@ -100,6 +100,8 @@ def seconds(summary: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
+    if value is None or value != value:
+        return "–"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SCALES = ("quick", "paper")
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig7", "fig8", "output", "masks")
 """In the order of the report. An id is the name of a module of this package that is a `Page`."""
+TRAINED = ("fig6", "table1", "table2")
+"""Those that read finished training runs, whose folders their settings are told too. They follow the others."""
 
 
 class Page(Protocol):
@@ -36,7 +38,7 @@ class Page(Protocol):
     TITLE: str
     SHOWS: str
 
-    def settings(self, scale: str, /) -> Any:
+    def settings(self, scale: str, /, *runs: tuple[Path, ...]) -> Any:
         """A dataclass of plain values: all that determines the numbers, but for tokens, seed and device."""
 
     def compute(self, settings: Any, lab: Lab, /) -> Result: ...
@@ -48,12 +50,14 @@ def page(id: str) -> Page:
     return cast(Page, import_module(f"shaped.figures.{id}"))
 
 
-def chosen(ids: Sequence[str]) -> tuple[str, ...]:
-    """The figures asked for, each once, in the order of the report."""
+def chosen(ids: Sequence[str], runs: Sequence[Path] = ()) -> tuple[str, ...]:
+    """The figures asked for, each once, in the order of the report; all are without those of training, unless there are runs to read."""
+    known = FIGURES + TRAINED
     for id in ids:
-        if id not in (*FIGURES, "all"):
-            raise ValueError(f"figures must be among {', '.join(FIGURES)}, or all, got {id!r}")
-    return tuple(id for id in FIGURES if not ids or "all" in ids or id in ids)
+        if id not in (*known, "all"):
+            raise ValueError(f"figures must be among {', '.join(known)}, or all, got {id!r}")
+    everything = known if runs else FIGURES
+    return tuple(id for id in known if (id in everything and (not ids or "all" in ids)) or id in ids)
 
 
 def workers_by_default(device: str) -> int | None:
@@ -64,17 +68,22 @@ def workers_by_default(device: str) -> int | None:
 
 def key(id: str, scale: str, lab: Lab) -> dict[str, Any]:
     """All that determines a figure's numbers."""
+    trained = id in TRAINED
     return {
         "figure": id,
         "title": page(id).TITLE,
         "shows": page(id).SHOWS,
         "version": shaped.__version__,
-        "scale": scale,
-        "tokens": lab.tokens,
+        "scale": "training" if trained else scale,
+        "tokens": None if trained else lab.tokens,
         "seed": lab.seed,
         "device": lab.device,
-        "settings": asdict(page(id).settings(scale)),
+        "settings": asdict(settings_of(id, scale, lab)),
     }
+
+
+def settings_of(id: str, scale: str, lab: Lab) -> Any:
+    return page(id).settings(scale, lab.runs) if id in TRAINED else page(id).settings(scale)
 
 
 def reproduce(
@@ -87,6 +96,7 @@ def reproduce(
     device: str = "cpu",
     executor: Executor | None = None,
     again: bool = False,
+    runs: Sequence[Path] = (),
     say: Callable[[str], None] = print,
 ) -> Path:
     """Computes what is not yet in `out`, draws everything, and writes the report, whose path it returns."""
@@ -96,7 +106,7 @@ def reproduce(
         raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
     if not find_spec("matplotlib"):
         raise ValueError("reproduce needs matplotlib: pip install 'shaped-transformer[plot]'")
-    wanted, lab = chosen(ids), Lab(tokens, seed, device, executor)
+    wanted, lab = chosen(ids, runs), Lab(tokens, seed, device, executor, tuple(runs))
     checked_device(device)
     claims = []
     for id in wanted:
@@ -109,7 +119,7 @@ def reproduce(
             if not row["holds"]:
                 say(f"        {row['id']} fails: {row['claim']}: {row['reason']}")
     say(f"{sum(row['holds'] for row in claims)} of {len(claims)} claims hold")
-    return write_report(out, FIGURES)
+    return write_report(out, FIGURES + TRAINED)
 
 
 def made(id: str, out: Path, scale: str, lab: Lab, again: bool) -> tuple[store.Saved, str]:
@@ -120,7 +130,7 @@ def made(id: str, out: Path, scale: str, lab: Lab, again: bool) -> tuple[store.S
         return saved, f"from {out}, computed in {saved.summary['seconds']:.1f} s"
     began = time.perf_counter()
     with progress(id) as advance:
-        result = page(id).compute(page(id).settings(scale), replace(lab, advance=advance))
+        result = page(id).compute(settings_of(id, scale, lab), replace(lab, advance=advance))
     seconds = time.perf_counter() - began
     return store.save(out, id, its_key, result, seconds), f"{seconds:.1f} s"
 

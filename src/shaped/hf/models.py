@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -105,11 +105,6 @@ class ShapedPreTrainedModel(PreTrainedModel):
         if isinstance(module, (Matrix, Table, Shapeable, ShapedTransformerBlock, nn.LayerNorm)):
             module.reset_parameters()
 
-    def _loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Trainer gives the number of items of all batches that it accumulates, over which the mean then is."""
-        counted = {"num_items_in_batch": kwargs.get("num_items_in_batch")}
-        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
-
 
 class Table(nn.Embedding):
     """An embedding whose entries start as N(0, std²)."""
@@ -192,20 +187,17 @@ class ShapedModel(ShapedPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=x if self.norm is None else self.norm(x), past_key_values=past_key_values)
 
 
-def with_decoder(config: ShapedConfig, is_decoder: bool) -> ShapedConfig:
-    """The config with attention of this kind; a copy, if it had the other, since configs are shared."""
-    if config.is_decoder is not is_decoder:
-        config = copy.deepcopy(config)
-        config.is_decoder = is_decoder
-    return config
+class ShapedLanguageModel(ShapedPreTrainedModel):
+    """A stack with an output matrix. The two below are causal or not whatever their config says: they then have a copy of it."""
 
-
-class ShapedForMaskedLM(ShapedPreTrainedModel):
+    causal: ClassVar[bool]
     _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: ShapedConfig):
-        super().__init__(with_decoder(config, False))
-        config = self.config
+        if config.is_decoder is not self.causal:
+            config = copy.deepcopy(config)
+            config.is_decoder = self.causal
+        super().__init__(config)
         self.model, self.head = ShapedModel(config), output_head(config)
         self.post_init()
 
@@ -214,6 +206,15 @@ class ShapedForMaskedLM(ShapedPreTrainedModel):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.head = new_embeddings
+
+    def _loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Trainer gives the number of items of all batches that it accumulates, over which the mean then is."""
+        counted = {"num_items_in_batch": kwargs.get("num_items_in_batch")}
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
+
+
+class ShapedForMaskedLM(ShapedLanguageModel):
+    causal = False
 
     @can_return_tuple
     def forward(
@@ -233,20 +234,8 @@ class ShapedForMaskedLM(ShapedPreTrainedModel):
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
 
-class ShapedForCausalLM(ShapedPreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}  # noqa: RUF012
-
-    def __init__(self, config: ShapedConfig):
-        super().__init__(with_decoder(config, True))
-        config = self.config
-        self.model, self.head = ShapedModel(config), output_head(config)
-        self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.head = new_embeddings
+class ShapedForCausalLM(ShapedLanguageModel, GenerationMixin):
+    causal = True
 
     @can_return_tuple
     def forward(

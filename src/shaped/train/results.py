@@ -114,17 +114,19 @@ def collect(folders: Iterable[Path], out: Path) -> dict[str, Any]:
 
 
 def table1(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """For each schedule and depth, the learning rate and gamma with the least mean test loss, over seeds; the paper's beside it."""
-    groups: dict[tuple[str, int, int], dict[tuple[float, float], list[Result]]] = defaultdict(lambda: defaultdict(list))
+    """For each schedule and depth, the settings with the least mean test loss, over seeds; the paper's beside it."""
+    groups: dict[tuple[str, int, int], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
-        groups[result.name, result.depth, result.steps][result.lr, result.gamma].append(result)
+        chosen = {"lr": result.lr, "gamma": result.gamma} | {name: value for name, value in result.settings.items() if name != "seed"}
+        groups[result.name, result.depth, result.steps][json.dumps(chosen, sort_keys=True)].append(result)
     rows = []
     for (name, depth, steps), tried in sorted(groups.items()):
-        (lr, gamma), best = min(tried.items(), key=lambda item: statistics.fmean(run.test_loss for run in item[1]))
+        best = min(tried.values(), key=lambda found: statistics.fmean(run.test_loss for run in found))
+        lr, gamma, tau0 = best[0].lr, best[0].gamma, best[0].settings.get("tau0")
         train, test = ([getattr(run, kind) for run in best] for kind in ("train_loss", "test_loss"))
         paper = PAPER_TABLE1.get((name, depth))
         rows.append(
-            {"name": name, "depth": depth, "steps": steps, "lr": lr, "gamma": gamma, "seeds": len(best), "tried": len(tried)}
+            {"name": name, "depth": depth, "steps": steps, "lr": lr, "gamma": gamma, "tau0": tau0, "seeds": len(best), "tried": len(tried)}
             | {"train_loss": statistics.fmean(train), "test_loss": statistics.fmean(test), "test_loss_std": spread(test)}
             | {"paper": None if paper is None else paper[0], "paper_std": None if paper is None else paper[1]}
         )

@@ -1,0 +1,83 @@
+"""Figure 6: the entropy of the attention in training, for several learning rates, from finished or unfinished runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shaped.figures import runs
+from shaped.figures.claims import row
+from shaped.figures.lab import Lab, Result
+from shaped.train.results import entropy_curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLE = "The baseline's attention collapses at large learning rates"
+SHOWS = (
+    "Mean entropy of the softmax, over rows and heads, of the first and the seventh layer against training steps, for each learning rate: "
+    "Recover above, Pre-LN below."
+)
+LAYERS, MODELS = (1, 7), ("recover", "preln")
+COLLAPSED, LARGE = 0.5, 1e-3
+"""Nats below which attention is taken to be a point mass (a tenth of the entropy of 128 tokens), and the caption's large learning rate."""
+
+
+def settings(scale: str, folders: tuple[Path, ...]) -> runs.Settings:
+    return runs.settings(folders, "metrics.jsonl", "settings.toml")
+
+
+def compute(settings: runs.Settings, lab: Lab) -> Result:
+    curves = [curve for curve in entropy_curves(runs.folders(settings), LAYERS) if curve["name"] in MODELS]
+    arrays: dict[str, np.ndarray] = {}
+    for i, curve in enumerate(curves):
+        key = f"{curve['name']}_{curve['layer']}_{curve['lr']:g}_{i}"
+        arrays[f"{key}_steps"], arrays[f"{key}_entropy"] = (np.array(curve[name], dtype=float) for name in ("steps", "entropy"))
+    return Result(arrays, claims(curves))
+
+
+def claims(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At the largest learning rate, if it is as large as the caption's: the last entropies, least and largest over seeds and γ."""
+    made = []
+    for layer in LAYERS:
+        for model, words in (("preln", "Pre-LN: the entropy collapses"), ("recover", "Recover: it does not")):
+            here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["lr"] >= LARGE]
+            if here:
+                last = [float(np.nan_to_num(curve["entropy"][-1])) for curve in here if curve["lr"] == max(other["lr"] for other in here)]
+                bound: dict[str, Any] = {"at_most": COLLAPSED} if model == "preln" else {"at_least": COLLAPSED}
+                claim = f"layer {layer}, learning rate {max(curve['lr'] for curve in here):g}: {words}; nats at the last step"
+                made.append(row(f"fig6.{model}.layer{layer}", None, claim, math.fsum(last) / len(last), (min(last), max(last)), **bound))
+    return made
+
+
+def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
+    from matplotlib.figure import Figure
+
+    from shaped.figures.style import WIDE, steps_of
+
+    figure = Figure(figsize=(WIDE, 4.2), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    keys = [name.removesuffix("_steps") for name in arrays if name.endswith("_steps")]
+    rates = sorted({float(key.split("_")[2]) for key in keys})
+    colours = dict(zip(rates, steps_of(len(rates)), strict=True))
+    for row_of, model in zip(panels, MODELS, strict=True):
+        for axes, layer in zip(row_of, LAYERS, strict=True):
+            named = set()
+            for key in keys:
+                name, its_layer, rate, *_ = key.split("_")
+                if (name, int(its_layer)) == (model, layer):
+                    label = None if rate in named else f"lr {float(rate):g}"
+                    named.add(rate)
+                    axes.plot(arrays[f"{key}_steps"], arrays[f"{key}_entropy"], color=colours[float(rate)], label=label)
+            axes.axhline(COLLAPSED, color="0.7", linewidth=0.6, linestyle=":")
+            axes.set_title(f"{runs.label(model)}, layer {layer}")
+            if named:
+                axes.legend(loc="best")
+    for axes in panels[1]:
+        axes.set_xlabel("step")
+    for axes in panels[:, 0]:
+        axes.set(ylabel="entropy (nats)", ylim=(0, None))
+    return figure

@@ -1,0 +1,95 @@
+"""Table 1: test losses of pre-training, from finished runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shaped.figures import runs
+from shaped.figures.claims import row, student
+from shaped.figures.lab import Lab, Result
+from shaped.train.results import finished, table1
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLE = "Shaped Transformers train as well as Pre-LN"
+SHOWS = (
+    "Loss of masked language modelling on the test text after pre-training, for each kind of model at its best learning rate and γ. "
+    "Dots: mean over seeds with its standard deviation; crosses: the paper's, on other text after 100,000 steps: only their order compares."
+)
+WITHIN = 0.02
+"""By how much the best shaped model may be above Pre-LN: about the paper's own standard deviations in this table."""
+
+
+def settings(scale: str, folders: tuple[Path, ...]) -> runs.Settings:
+    return runs.settings(folders, "result.json")
+
+
+COLUMNS = {
+    "name": "model",
+    "depth": "depth",
+    "steps": "steps",
+    "lr": "lr",
+    "gamma": "γ",
+    "tau0": "τ0",
+    "seeds": "seeds",
+    "tried": "settings tried",
+    "train_loss": "train loss",
+    "test_loss": "test loss",
+    "test_loss_std": "± std",
+    "paper": "paper",
+    "paper_std": "± std",
+}
+
+
+def compute(settings: runs.Settings, lab: Lab) -> Result:
+    rows = table1(finished(runs.folders(settings)).values())
+    table = runs.table(rows, COLUMNS)
+    numbers = {name: runs.numbers(rows, name) for name in ("depth", "steps", "test_loss", "test_loss_std", "paper")}
+    return Result(numbers | {"name": np.array([runs.label(line["name"]) for line in rows])}, claims(rows), table)
+
+
+def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each depth and number of steps at which both were trained."""
+    made = []
+    for depth, steps in sorted({(line["depth"], line["steps"]) for line in rows}):
+        here = [line for line in rows if (line["depth"], line["steps"]) == (depth, steps)]
+        baseline = [line for line in here if line["name"] == "preln"]
+        shaped = [line for line in here if line["name"] in ("recover", "learn", "fixed")]
+        if baseline and shaped:
+            best = min(shaped, key=lambda line: line["test_loss"])
+            value = best["test_loss"] - baseline[0]["test_loss"]
+            claim = (
+                f"d = {depth}, {steps} steps: the best shaped model ({runs.label(best['name'])}) is as good as Pre-LN; test loss beyond it"
+            )
+            made.append(row(f"table1.d{depth}.s{steps}", None, claim, value, around(value, best, baseline[0]), at_most=WITHIN))
+    return made
+
+
+def around(value: float, *lines: dict[str, Any]) -> tuple[float, float]:
+    """The 95 % interval of a difference of means over seeds; without an end where there is one seed."""
+    if any(line["seeds"] < 2 for line in lines):
+        return -math.inf, math.inf
+    error = math.sqrt(sum(line["test_loss_std"] ** 2 / line["seeds"] for line in lines))
+    reach = student(sum(line["seeds"] - 1 for line in lines)) * error
+    return value - reach, value + reach
+
+
+def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
+    from shaped.figures.style import BLACK, BLUE, sheet
+
+    figure, (axes,) = sheet(1, 4.2, 0.9 + 0.28 * len(arrays["name"]))
+    at = np.arange(len(arrays["name"]))[::-1]
+    spread = np.nan_to_num(arrays["test_loss_std"])
+    axes.errorbar(arrays["test_loss"], at, xerr=spread, fmt="o", color=BLUE, markersize=4, capsize=2, label="measured")
+    axes.plot(arrays["paper"], at, "x", color=BLACK, markersize=5, label="paper")
+    labels = [
+        f"{name}, $d={d:.0f}$, {steps:.0f} steps" for name, d, steps in zip(arrays["name"], arrays["depth"], arrays["steps"], strict=True)
+    ]
+    axes.set(yticks=at, yticklabels=labels, xlabel="test loss", ylim=(-0.6, len(at) - 0.4))
+    axes.legend(loc="best")
+    return figure

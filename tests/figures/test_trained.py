@@ -1,0 +1,113 @@
+"""The pages that read finished training runs: their rows, their claims, and when they are made anew."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from refusals import refused
+from shaped.figures import fig6, reproduce, table1
+from shaped.figures.lab import Lab
+from shaped.train.results import Result
+from shaped.train.settings import Settings
+
+RUN = Result("shaped", "recover", 18, 768, 100, 5e-4, 0.1, 0, 2.1, 2.05, "shaped pretrain", "abc", {"tau0": 1.0})
+
+
+def write(folder, result, scores=None, entropy=None, depth=8):
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result.to_dict()))
+    for task, (score, mean) in (scores or {}).items():
+        row = {"task": task, "score": score, "seeds": [0, 1], score: {"mean": mean, "std": 0.01}}
+        (folder / f"glue-{task}.json").write_text(json.dumps(row))
+    if entropy is not None:
+        settings = Settings(data=folder, out=folder, model=result.model, schedule=result.schedule, lr=result.lr, depth=depth)
+        (folder / "settings.toml").write_text(settings.to_toml())
+        lines = [{"step": step, "kind": "layers", "entropy": [value] * depth} for step, value in ((0, 4.8), (100, entropy))]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Recover at two temperatures and Pre-LN, two seeds each, one learning rate that is large."""
+    folder = tmp_path / "runs"
+    for seed, off in ((0, 0.001), (1, -0.001)):
+        glue = {"rte": ("accuracy", 0.52), "cola": ("matthews", 0.2)}
+        write(folder / f"a{seed}", replace(RUN, seed=seed, test_loss=2.05 + off, lr=1e-3), glue, entropy=2.0)
+        write(folder / f"b{seed}", replace(RUN, seed=seed, test_loss=1.95 + off, settings={"tau0": 0.1}))
+        write(folder / f"c{seed}", replace(RUN, model="preln", seed=seed, test_loss=2.0 + off, lr=1e-3), entropy=0.1)
+    return folder
+
+
+def reproduced(runs, out, *ids, **how):
+    lines = []
+    reproduce.reproduce(ids, out, runs=[runs], say=lines.append, **how)
+    return lines
+
+
+def claims(out, id):
+    return {row["id"]: row for row in json.loads((out / f"{id}.json").read_text())["claims"]}
+
+
+def test_tables_and_entropies_of_finished_runs(runs, tmp_path):
+    out = tmp_path / "out"
+    reproduced(runs, out, "table1", "table2", "fig6")
+    table = json.loads((out / "table1.json").read_text())["table"]
+    best = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    assert (best["Recover"]["τ0"], best["Recover"]["seeds"], best["Recover"]["settings tried"]) == (0.1, 2, 2)
+    assert best["Recover"]["test loss"] == pytest.approx(1.95)
+    row = claims(out, "table1")["table1.d18.s100"]
+    assert row["value"] == pytest.approx(-0.05)
+    assert row["holds"]
+    assert {id: row["holds"] for id, row in claims(out, "fig6").items()} == {
+        f"fig6.{model}.layer{layer}": True for model in ("preln", "recover") for layer in (1, 7)
+    }
+    scores = json.loads((out / "table2.json").read_text())["table"]["rows"]
+    assert [row[5:8] for row in scores] == [["cola", "matthews", 0.2], ["rte", "accuracy", 0.52]] * 2
+    report = (out / "report.html").read_text()
+    assert all(word in report for word in ("table1", "table2", "fig6", "Pre-LN"))
+
+
+def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
+    def value(shaped, preln, seeds=2):
+        results = [replace(RUN, test_loss=shaped + 0.001 * seed, seed=seed) for seed in range(seeds)]
+        results += [replace(RUN, model="preln", test_loss=preln + 0.001 * seed, seed=seed) for seed in range(seeds)]
+        (row,) = table1.claims(table1.table1(results))
+        return row["holds"], row.get("reason", "")
+
+    assert value(2.0, 2.0) == (True, "")
+    worse, reason = value(2.1, 2.0)
+    assert not worse
+    assert "0.1" in reason
+    alone, reason = value(1.9, 2.0, seeds=1)
+    assert not alone
+    assert "do not prove" in reason
+    curves = [
+        {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0]},
+        {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2]},
+    ]
+    assert [row["holds"] for row in fig6.claims(curves)] == [False, False]
+    assert fig6.claims([{**curves[0], "lr": 1e-4}]) == []  # the caption speaks of a large learning rate
+
+
+def test_a_page_is_made_anew_when_its_runs_change(runs, tmp_path):
+    out = tmp_path / "out"
+    assert "computed in" not in reproduced(runs, out, "table1")[0]
+    assert "computed in" in reproduced(runs, out, "table1")[0]
+    (runs / "a0" / "result.json").write_text(json.dumps(replace(RUN, test_loss=1.5).to_dict()))
+    assert "computed in" not in reproduced(runs, out, "table1")[0]
+
+
+def test_all_has_them_only_where_there_are_runs(runs, tmp_path):
+    assert reproduce.chosen(["all"]) == reproduce.FIGURES
+    assert reproduce.chosen([], [runs]) == reproduce.FIGURES + reproduce.TRAINED
+    assert reproduce.chosen(["table1", "fig1"]) == ("fig1", "table1")
+    with refused("runs", "result.json", "none"):
+        reproduce.reproduce(["table1"], tmp_path / "out", say=lambda _: None)
+    (tmp_path / "empty").mkdir()
+    with refused("runs", "metrics.jsonl", "empty"):
+        reproduce.key("fig6", "quick", Lab(runs=(tmp_path / "empty",)))
+    for path in runs.glob("*/glue-*"):
+        path.unlink()
+    with refused("runs", "shaped glue"):
+        reproduced(runs, tmp_path / "out", "table2")
