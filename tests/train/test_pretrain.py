@@ -17,7 +17,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import shaped.hf
 from refusals import refused
-from shaped.train import checkpoint, metrics, study
+from shaped.train import checkpoint, data, metrics, study
 from shaped.train.pretrain import Diverged, Run, Stopped, pretrain
 from shaped.train.results import Result, collect, command_line, entropy_curves, finished, table1
 from shaped.train.settings import Settings
@@ -326,3 +326,29 @@ def test_the_studies_here_can_be_read(path: Path):
     runs, _, _ = study.plan(path)
     assert len(runs) > 3
     assert all(settings.keep == 0 or settings.save_model for settings in runs.values())
+
+
+def test_runs_that_share_a_program_are_what_they_are_alone(tiny: Settings):
+    """Also in what is not trained: gains that are buffers."""
+    fixed = replace(tiny, steps=10, train_gains=False, keep=0, save_model=False)
+    shared: dict[Any, Any] = {}
+    losses = [
+        pretrain(replace(fixed, out=tiny.out / name, gamma=gamma), steppers=steppers, say=lambda _: None).test_loss
+        for name, gamma, steppers in (("a", 0.5, shared), ("b", 0.1, shared), ("c", 0.1, None))
+    ]
+    assert losses[1] == losses[2] != losses[0]
+
+
+def test_a_run_does_not_go_on_with_other_text(tiny: Settings, tmp_path: Path, text: Path):
+    with pytest.raises(Stopped):
+        pretrain(replace(tiny, minutes=0.0), say=lambda _: None)
+    other = tmp_path / "other"
+    data.prepare([str(text)], other, vocab=80, length=data.load(tiny.data).length, valid_share=0.2, progress=False)
+    with refused("data", "other"):
+        pretrain(replace(tiny, data=other), say=lambda _: None)
+
+
+def test_a_last_step_that_breaks_the_weights_is_no_result(tiny: Settings):
+    with pytest.raises(Diverged, match="not finite"):
+        pretrain(replace(tiny, steps=1, lr=1e38, warmup=0, log_every=1), say=lambda _: None)
+    assert not (tiny.out / "result.json").exists()

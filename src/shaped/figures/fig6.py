@@ -46,7 +46,8 @@ def claims(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for model, words in (("preln", "Pre-LN: the entropy collapses"), ("recover", "Recover: it does not")):
             here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["lr"] >= LARGE]
             if here:
-                last = [float(np.nan_to_num(curve["entropy"][-1])) for curve in here if curve["lr"] == max(other["lr"] for other in here)]
+                largest = [curve for curve in here if curve["lr"] == max(other["lr"] for other in here)]
+                last = [float(next(value for value in curve["entropy"][::-1] if value is not None)) for curve in largest]
                 bound: dict[str, Any] = {"at_most": COLLAPSED} if model == "preln" else {"at_least": COLLAPSED}
                 claim = f"layer {layer}, learning rate {max(curve['lr'] for curve in here):g}: {words}; nats at the last step"
                 made.append(row(f"fig6.{model}.layer{layer}", None, claim, math.fsum(last) / len(last), (min(last), max(last)), **bound))

@@ -54,10 +54,10 @@ def compute(settings: runs.Settings, lab: Lab) -> Result:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each depth and number of steps at which both were trained."""
+    """For each depth, number of steps, width, batch and text at which both were trained."""
     made = []
-    for depth, steps in sorted({(line["depth"], line["steps"]) for line in rows}):
-        here = [line for line in rows if (line["depth"], line["steps"]) == (depth, steps)]
+    for depth, steps, task in sorted({(line["depth"], line["steps"], line["task"]) for line in rows}):
+        here = [line for line in rows if (line["depth"], line["steps"], line["task"]) == (depth, steps, task)]
         baseline = [line for line in here if line["name"] == "preln"]
         shaped = [line for line in here if line["name"] in ("recover", "learn", "fixed")]
         if baseline and shaped:

@@ -30,7 +30,8 @@ def save(folder: Path, step: int, state: dict[str, Tensor], about: dict[str, Any
             os.fsync(file.fileno())
     shutil.rmtree(final, ignore_errors=True)  # one that was damaged, or is made again
     os.replace(unfinished, final)
-    for old in found(folder)[:-keep]:
+    later = [path for path in found(folder) if path > final]  # damaged, or of a future that will be made again
+    for old in found(folder)[: -keep - len(later)] + later:
         shutil.rmtree(old)
     return final
 
@@ -61,7 +62,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if _hash(path / TENSORS) != about["sha256"]:
             raise ValueError(f"{TENSORS} is not what was written")
         return load_file(path / TENSORS), about
-    except (OSError, ValueError, KeyError) as error:  # a JSON error is a ValueError
+    except (OSError, ValueError, KeyError, TypeError) as error:  # a JSON error is a ValueError
         raise ValueError(f"checkpoint {path} is truncated or damaged ({error})") from None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import shaped.hf
-from shaped.checks import positive, whole_number
+from shaped.checks import in_range, positive, whole_number
 from shaped.files import write_json
 from shaped.train.losses import ClassifierLoss
 from shaped.train.pretrain import Diverged, Steppers, run_folder, shared
@@ -69,19 +69,22 @@ class GlueSettings:
         for name in ("epochs", "batch"):
             whole_number(name, getattr(self, name))
         positive("lr", self.lr)
-        if not self.seeds:
-            raise ValueError("seeds must be at least one, got none")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds must be at least one, none negative and none twice, got {', '.join(map(str, self.seeds)) or 'none'}")
+        in_range("warmup", self.warmup, 0.0, 1.0)
 
 
 def read_tsv(task: Task, path: Path) -> list[Example]:
     """The examples of a GLUE file: text, second text or None, label."""
     try:
-        rows = path.read_text(encoding="utf-8-sig").splitlines()[task.header :]
+        rows = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")[task.header :]  # sentences may have other line ends in them
     except FileNotFoundError:
         raise ValueError(f"data must have {task.folder}/{path.name}, got none at {path}") from None
     examples = []
     for number, row in enumerate(rows, 1 + task.header):
-        cells = row.split("\t")
+        if not row.strip():
+            continue
+        cells = row.rstrip("\r").split("\t")
         if len(cells) <= max(task.label, *task.texts) or cells[task.label] not in task.labels:
             raise ValueError(
                 f"{path.name} must have labels {', '.join(task.labels)} in column {task.label + 1}, got line {number}: {row[:60]!r}"
@@ -193,7 +196,10 @@ def _predictions(stepper: Stepper, dev: tuple[Tensor, ...], batch: int) -> Itera
     for first in range(0, len(dev[0]), 8 * batch):
         ids, mask = (tensor[first : first + 8 * batch].to(stepper.how.device) for tensor in dev[:2])
         with stepper.cast():
-            yield loss.logits(loss.encode(ids, mask[:, None, None, :]), mask).float().argmax(-1).cpu().numpy()
+            logits = loss.logits(loss.encode(ids, mask[:, None, None, :]), mask).float()
+        if not logits.isfinite().all():
+            raise Diverged("the fine-tuned model's logits are not finite: the learning rate may be too large")
+        yield logits.argmax(-1).cpu().numpy()
 
 
 def score(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:

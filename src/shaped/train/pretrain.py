@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -133,6 +134,7 @@ class Run:
         self.settings, self.rank, self.say, self.progress = settings, rank, say, progress
         self.out, self.began = settings.out, time.monotonic()
         self.data = data.load(settings.data)
+        self.hashes = {part: self.data.facts[part]["sha256"] for part in ("train", "valid")}
         self.how = How.of(settings, world)
         where: dict[str, Any] = {
             "batch": settings.batch,
@@ -167,6 +169,8 @@ class Run:
         state, about = found
         if about["layout"] != self.stepper.layout():
             raise ValueError(f"checkpoints must be of this model, got other shapes in {self.out}")
+        if about["data"] != self.hashes:
+            raise ValueError(f"data must be what the run in {self.out} was trained on so far, got other text in {self.settings.data}")
         self.stepper.load(state, about["step"])
         self.say(f"going on from step {about['step']} of {self.settings.steps}")
         return about["step"]
@@ -213,6 +217,8 @@ class Run:
             self._write("layers", **diagnostics.observe(self.model, ids, self.stepper.gradients()))
         if self.step % settings.evaluate_every == 0 or last:
             loss = self.test_loss(None if last else settings.test_rows)
+            if not math.isfinite(loss):
+                raise Diverged(f"the test loss after step {self.step} is not finite, {self._last_good()}")
             self._write("test", loss=loss)
             if not self.progress:
                 self.say(f"step {self.step}: train loss {losses[-1]:.4f}, test loss {loss:.4f}, {tokens:,.0f} tokens/s")
@@ -241,7 +247,7 @@ class Run:
 
     def save(self) -> None:
         if self.rank == 0 and self.settings.keep:
-            about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml()}
+            about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml(), "data": self.hashes}
             checkpoint.save(self.out / "checkpoints", self.step, self.stepper.state(), about, self.settings.keep)
         if dist.is_initialized():
             dist.barrier()
@@ -256,9 +262,11 @@ class Run:
                 return self.stepper.eager_loss(*batch)
 
         place = diagnostics.first_non_finite(self.stepper.twin, again)
+        raise Diverged(f"the loss of step {step} is not finite: it began in {place}; {self._last_good()}")
+
+    def _last_good(self) -> str:
         kept = checkpoint.found(self.out / "checkpoints")
-        good = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-        raise Diverged(f"the loss of step {step} is not finite: it began in {place}; {good}")
+        return f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
 
     def _agreed(self, stop: bool) -> bool:
         """Does any process want to stop? Then all do, at the same step."""
@@ -281,7 +289,7 @@ class Run:
             command=command_line(self.settings),
             commit=commit(),
             settings={name: value for name, value in asdict(self.settings).items() if name not in ("out", "data", "minutes")},
-            data={part: self.data.facts[part]["sha256"] for part in ("train", "valid")},
+            data=self.hashes,
             device=torch.cuda.get_device_name() if self.how.device.type == "cuda" else "cpu",
             seconds=round(time.monotonic() - self.began, 1),
         )

@@ -36,6 +36,13 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 }
 
 
+TASK = ("heads", "hidden", "batch", "mask_share")
+"""Beside depth, width, steps and data, what must be the same for two losses to be compared."""
+CHOSEN = ("tau0", "gamma_feedforward", "c_minus", "train_gains", "recover_steps", "embedding_norm", "embedding_std", "head_std", "tied")
+CHOSEN += ("warmup", "decay", "gain_lr", "embedding_lr", "head_lr", "clip")
+"""What is tried to find the best. The rest of the settings (logs, devices, checkpoints) changes no result beyond rounding."""
+
+
 @dataclass(frozen=True)
 class Result:
     """A finished run in one row."""
@@ -62,7 +69,10 @@ class Result:
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        return cls(**json.loads(path.read_text()))
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} must be the result of a run of `shaped pretrain`, got something else: {error}") from None
 
     @property
     def name(self) -> str:
@@ -115,18 +125,29 @@ def collect(folders: Iterable[Path], out: Path) -> dict[str, Any]:
 
 def table1(results: Iterable[Result]) -> list[dict[str, Any]]:
     """For each schedule and depth, the settings with the least mean test loss, over seeds; the paper's beside it."""
-    groups: dict[tuple[str, int, int], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[tuple[str, int, int, str], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
-        chosen = {"lr": result.lr, "gamma": result.gamma} | {name: value for name, value in result.settings.items() if name != "seed"}
-        groups[result.name, result.depth, result.steps][json.dumps(chosen, sort_keys=True)].append(result)
+        task = {name: result.settings.get(name) for name in TASK} | {"width": result.width, "data": result.data}
+        chosen = {"lr": result.lr, "gamma": result.gamma} | {name: result.settings.get(name) for name in CHOSEN}
+        groups[result.name, result.depth, result.steps, json.dumps(task, sort_keys=True)][json.dumps(chosen)].append(result)
     rows = []
-    for (name, depth, steps), tried in sorted(groups.items()):
+    for (name, depth, steps, task), tried in sorted(groups.items()):
         best = min(tried.values(), key=lambda found: statistics.fmean(run.test_loss for run in found))
         lr, gamma, tau0 = best[0].lr, best[0].gamma, best[0].settings.get("tau0")
         train, test = ([getattr(run, kind) for run in best] for kind in ("train_loss", "test_loss"))
         paper = PAPER_TABLE1.get((name, depth))
         rows.append(
-            {"name": name, "depth": depth, "steps": steps, "lr": lr, "gamma": gamma, "tau0": tau0, "seeds": len(best), "tried": len(tried)}
+            {
+                "name": name,
+                "depth": depth,
+                "steps": steps,
+                "lr": lr,
+                "gamma": gamma,
+                "tau0": tau0,
+                "seeds": len(best),
+                "tried": len(tried),
+                "task": task,
+            }
             | {"train_loss": statistics.fmean(train), "test_loss": statistics.fmean(test), "test_loss_std": spread(test)}
             | {"paper": None if paper is None else paper[0], "paper_std": None if paper is None else paper[1]}
         )

@@ -128,6 +128,8 @@ def _check(about: Field[Any], value: Any, kind: Any) -> None:
         raise ValueError(f"{name} must be true or false, got {value!r}")
     if kind is int:
         whole_number(name, value, least=rules["least"])
+    if kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
     if kind is float:
         number = finite(name, value) if rules["low"] != 1e-6 else positive(name, value)
         if rules["low"] is not None and number < rules["low"]:

@@ -135,6 +135,9 @@ class Stepper:
                 vector.first.zero_()
                 vector.second.zero_()
                 vector.renew()
+            twins = dict(self.twin.named_buffers())
+            for name, buffer in model.named_buffers():  # gains that are not trained; the shaping follows below
+                twins[name].copy_(buffer)
             starts = [start for _, _, start in _shaping(model)]
             self._starts.copy_(torch.tensor(starts, dtype=torch.float32)[:, None])
             self._shares.copy_(self._starts)
@@ -220,11 +223,11 @@ class Stepper:
             for tensor in (loss, *(vector.gradients for vector in self.vectors)):
                 dist.all_reduce(tensor)
                 tensor.div_(self._world)
-        self._alive.logical_and_(loss.isfinite())
+        norms = torch.stack([torch.linalg.vector_norm(vector.gradients, dtype=torch.float32) for vector in self.vectors])
+        self._alive.logical_and_(loss.isfinite() & norms.isfinite().all())
         factor = torch.ones_like(clip)
         if self.how.clips:
-            norm = torch.stack([torch.linalg.vector_norm(vector.gradients, dtype=torch.float32) for vector in self.vectors]).norm()
-            factor = (clip / norm).clamp(max=1.0)
+            factor = (clip / norms.norm()).clamp(max=1.0)
         # A GPU is not asked whether the loss is finite, which would stop it: it decides for itself. A CPU can be asked.
         alive = None if self.how.device.type == "cpu" and bool(self._alive) else self._alive
         for i, vector in enumerate(self.vectors):

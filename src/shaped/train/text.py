@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -66,7 +67,7 @@ def _file_lines(source: str, advance: Callable[[int], object]) -> Iterator[str]:
                     reported = raw.tell()
         except UnicodeDecodeError as error:
             raise ValueError(f"text must be UTF-8, got byte 0x{error.object[error.start]:02x} in line {number} of {source}") from None
-        except (EOFError, gzip.BadGzipFile) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"text must be a whole file, got {source}, which breaks off or is damaged: {error}") from None
         except Exception as error:
             if type(error).__name__ != "ZstdError":  # known only once zstandard is imported
