@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from scipy.stats import kstwobign, t
+from scipy.stats import ks_2samp, kstwobign, t
 
-from shaped.compare import distances
-from shaped.figures.claims import FAMILY, TOLERANCE, agreement, bootstrap_interval, mean_interval, row, student
+from shaped.compare import Distance, distances
+from shaped.figures.claims import FAMILY, TOLERANCE, agreement, bootstrap_interval, mean_interval, row, share_interval, student
+from shaped.figures.stability import largest_rise
 from stats import seed
 
 
@@ -65,3 +66,36 @@ def test_agreement_accepts_one_law_and_refuses_another():
     assert refused["threshold"] == pytest.approx(FAMILY * other.band + TOLERANCE)
     assert "band of one law" in refused["reason"]
     assert not refused["within_band"]
+
+
+def test_the_largest_rise_takes_the_upper_ends():
+    """Of medians with intervals: a rise that is not seen may still be there."""
+    flat = np.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.9]])
+    assert largest_rise(flat) == (0.0, (0.0, pytest.approx(0.4)))
+    falling = np.array([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.07, 0.01, 0.3], [0.06, 0.01, 0.5]])
+    value, (low, high) = largest_rise(falling)
+    assert (value, low) == (0.0, 0.0)
+    assert high == pytest.approx(-0.01 + np.hypot(0.44, 0.06))
+    up = np.array([[0.2, 0.1, 0.3], [0.6, 0.5, 0.9]])
+    assert largest_rise(up) == (pytest.approx(0.4), (pytest.approx(0.4 - np.hypot(0.1, 0.1)), pytest.approx(0.4 + np.hypot(0.3, 0.1))))
+
+
+def test_intervals_of_shares():
+    """Wilson's: 0 of 2048 does not prove that nothing can happen; 8 of 800 is about 1 % ± 0.7 %."""
+    none, (low, high) = share_interval(np.zeros(2048, dtype=bool))
+    assert (none, low) == (0.0, 0.0)
+    assert high == pytest.approx(3.8415 / (2048 + 3.8415), rel=1e-3)
+    share, (low, high) = share_interval(np.arange(800) < 8)
+    assert share == 0.01
+    assert 0.004 < low < 0.006
+    assert 0.019 < high < 0.020
+
+
+def test_the_interval_of_a_distance_has_the_true_one_in_it():
+    """Two samples of one law, again and again: 0 is in nearly every interval."""
+    generator, inside = np.random.default_rng(seed(221)), 0
+    for _ in range(60):
+        value = ks_2samp(*generator.standard_normal((2, 300))).statistic
+        made = agreement("a", 2, "b", Distance(value, 0.01, 1.358 * (2 / 300) ** 0.5, 0.05, 0.5))
+        inside += made["interval"][0] == 0.0
+    assert inside >= 60 * 0.95 - 5 * (60 * 0.05 * 0.95) ** 0.5

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 TITLE = "Shaping prevents rank collapse"
 SHOWS = (
     "Left: mean correlation of the tokens against depth, for the shaped Transformer, the same unshaped, and Pre-LN (λ = γ = 1). "
-    "Right: density of the correlation at the last layer, SDE against network. Bands are 95 % intervals of the means."
+    "Right: density of the correlation at the last layer, SDE against network, for the whole Transformer (fig7 has attention alone, as the "
+    "paper's caption). Bands are 95 % intervals of the means."
 )
 SCALES = {"quick": laws.Settings(samples=2**9), "paper": laws.Settings()}  # Pre-LN, drawn with its tokens, takes most of the time
 MODELS = ("shaped", "unshaped", "preln")

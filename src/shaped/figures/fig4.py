@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shaped.figures.claims import bootstrap_interval, mean_interval, row
+from shaped.figures.claims import bootstrap_interval, mean_interval, row, share_interval
 from shaped.figures.ensembles import Ensemble, ensemble_at, mean_pairs
 from shaped.figures.lab import Lab, Result
 from shaped.layers import ShapedAttention
@@ -79,7 +79,7 @@ def compute(settings: Settings, lab: Lab) -> Result:
         size = {name: bootstrap_interval(found[m, name]["V"][-1], log_mean, lab.seed) for name in COMBINATIONS}
         shaped = found[m, SHAPED]["V"][-1]
         typical = bootstrap_interval(np.log10(shaped), lambda drawn: float(np.median(drawn)), lab.seed)
-        exploding = mean_interval((shaped > EXPLODING).astype(float))
+        exploding = share_interval(shaped > EXPLODING)
         claims += [
             row("fig4.shaped.above", m, f"shaped: the covariance does not vanish; {SIZE}", *size[SHAPED], at_least=-STABLE),
             row("fig4.shaped.below", m, f"shaped: nor does it explode; {SIZE}", *size[SHAPED], at_most=STABLE, why=TAIL),

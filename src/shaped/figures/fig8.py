@@ -52,8 +52,8 @@ def compute(settings: Settings, lab: Lab) -> Result:
     for m in lab.counts:
         grid = np.stack([found[m, tau0] for tau0 in settings.tau0s])
         why = TWO_TOKENS if m == 2 else EDGE
-        along_gamma = max((largest_rise(line) for line in grid), key=lambda entry: entry[0])
-        along_tau0 = max((largest_rise(grid[::-1, k]) for k in range(len(settings.gammas))), key=lambda entry: entry[0])
+        along_gamma = max((largest_rise(line) for line in grid), key=lambda entry: entry[1][1])
+        along_tau0 = max((largest_rise(grid[::-1, k]) for k in range(len(settings.gammas))), key=lambda entry: entry[1][1])
         by_gamma, by_tau0 = difference(grid[0, 0], grid[0, -1]), difference(grid[-1, -1], grid[0, -1])
         claims += [
             row("fig8.gamma", m, f"at every τ0 the median falls as γ grows; largest rise {NEXT}", *along_gamma, at_most=SLACK, why=why),

@@ -12,6 +12,7 @@ from typing import Any
 from shaped.figures.claims import TOLERANCE
 from shaped.files import write_atomically
 
+NEEDED = {"title", "shows", "scale", "tokens", "seed", "device", "version", "settings", "seconds", "claims"}
 STYLE = """
 body { font: 16px/1.45 Georgia, serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
 h1, h2 { font-family: system-ui, sans-serif; line-height: 1.2 } h2 { margin-top: 3rem; border-top: 1px solid #ccc; padding-top: 1rem }
@@ -39,10 +40,12 @@ def write_report(out: Path, ids: Iterable[str]) -> Path:
 
 
 def readable(path: Path) -> dict[str, Any] | None:
+    """A figure's summary, or None if that is not what the file holds."""
     try:
-        return json.loads(path.read_bytes())
+        summary = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
+    return summary if isinstance(summary, dict) and summary.keys() >= NEEDED else None
 
 
 def html(pages: dict[str, dict[str, Any]], pictures: dict[str, bytes]) -> str:

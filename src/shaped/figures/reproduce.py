@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,12 +76,26 @@ def key(id: str, scale: str, lab: Lab) -> dict[str, Any]:
         "title": page(id).TITLE,
         "shows": page(id).SHOWS,
         "version": shaped.__version__,
+        "code": code(),
         "scale": "training" if trained else scale,
         "tokens": None if trained else lab.tokens,
         "seed": lab.seed,
         "device": lab.device,
         "settings": asdict(settings_of(id, scale, lab)),
     }
+
+
+@cache
+def code() -> str:
+    """A hash of all that computes numbers and claims: what was made by other code, or held against other thresholds, is made anew."""
+    digest = hashlib.sha256()
+    root = Path(shaped.__file__).parent
+    for path in sorted(
+        [*root.glob("*.py"), *(root / "layers").glob("*.py"), *(root / "nn").glob("*.py"), *(root / "figures").glob("*.py")]
+    ):
+        if path.name not in ("cli.py", "report.py", "style.py"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def settings_of(id: str, scale: str, lab: Lab) -> Any:
@@ -132,6 +148,8 @@ def made(id: str, out: Path, scale: str, lab: Lab, again: bool) -> tuple[store.S
     with progress(id) as advance:
         result = page(id).compute(settings_of(id, scale, lab), replace(lab, advance=advance))
     seconds = time.perf_counter() - began
+    for kind in ("png", "pdf"):  # a picture of other numbers must not stand beside these
+        (out / f"{id}.{kind}").unlink(missing_ok=True)
     return store.save(out, id, its_key, result, seconds), f"{seconds:.1f} s"
 
 

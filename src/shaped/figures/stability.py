@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float
@@ -62,12 +63,18 @@ def median(times: Float[np.ndarray, " sample"], seed: int) -> tuple[float, float
 
 
 def largest_rise(medians: Float[np.ndarray, "step 3"]) -> tuple[float, tuple[float, float]]:
-    """The largest rise between neighbours, of medians with their intervals; 0 if there is none."""
-    rises = medians[1:, 0] - medians[:-1, 0]
-    k = int(np.argmax(rises))
-    reach = float(np.hypot(medians[k, 2] - medians[k, 0], medians[k + 1, 0] - medians[k + 1, 1]))
-    value = max(0.0, float(rises[k]))
-    return value, (max(0.0, value - reach), value + reach)
+    """The rise between neighbours that may be the largest, of medians with their intervals; 0 if there is none."""
+    rises = [rise(before, after) for before, after in pairwise(medians)]
+    value, (low, high) = max(rises, key=lambda entry: entry[1][1])
+    return max(0.0, value), (max(0.0, low), max(0.0, high))
+
+
+def rise(before: Float[np.ndarray, " 3"], after: Float[np.ndarray, " 3"]) -> tuple[float, tuple[float, float]]:
+    """From one median to the next, independent of it: the reaches of their intervals add up as errors do."""
+    value = float(after[0] - before[0])
+    down = float(np.hypot(after[0] - after[1], before[2] - before[0]))
+    up = float(np.hypot(after[2] - after[0], before[0] - before[1]))
+    return value, (value - down, value + up)
 
 
 def difference(more: Float[np.ndarray, " 3"], less: Float[np.ndarray, " 3"]) -> tuple[float, tuple[float, float]]:

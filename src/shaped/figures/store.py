@@ -43,6 +43,8 @@ def load(folder: Path, id: str, key: dict[str, Any]) -> Saved | None:
         summary = json.loads((folder / f"{id}.json").read_bytes())
         if any(summary[name] != value for name, value in json.loads(json.dumps(key)).items()):
             return None
+        if not {"claims", "seconds"} <= summary.keys():
+            return None
         data = (folder / f"{id}.npz").read_bytes()
         if hashlib.sha256(data).hexdigest() != summary["arrays_sha256"]:
             return None
