@@ -141,3 +141,18 @@ def test_figures_by_their_ids(tmp_path):
         with refused(*words):
             run(tmp_path, **how)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_other_code_or_thresholds_are_computed_anew(tmp_path, counted, monkeypatch):
+    run(tmp_path, "fig7")
+    monkeypatch.setattr(reproduce, "code", lambda: "other")
+    run(tmp_path, "fig7")
+    assert counted == ["fig7", "fig7"]
+
+
+def test_the_report_leaves_out_what_is_no_figure(tmp_path, counted):
+    run(tmp_path, "fig7")
+    (tmp_path / "fig1.json").write_text("{}")
+    (tmp_path / "fig1.png").write_bytes((tmp_path / "fig7.png").read_bytes())
+    report, _ = run(tmp_path, "fig7")
+    assert 'id="fig1"' not in report.read_text()

@@ -135,7 +135,7 @@ def prepare(
 def _same_request(out: Path, request: dict[str, Any]) -> bool:
     """Was this folder begun with the same request? An error if it holds something else."""
     path = out / "request.json"
-    if not path.exists():
+    if not path.exists() or not ((out / "tokenizer").exists() or any(out.glob("*.bin*"))):  # what was refused before it began is no claim
         return False
     before = json.loads(path.read_text())
     for key, value in request.items():

@@ -158,8 +158,8 @@ class Run:
         )
         sizes = (self.batches.length, self.batches.masked, settings.batch)
         self.stepper = shared(steppers, self.model, MaskedLoss, self.how, sizes, say)
+        self._losses: list[float] = []  # those that the next line of metrics is the mean of
         self.step = self._resume()
-        self._losses: list[float] = []
         self.metrics = Metrics(self.out, self.step, settings.tensorboard, say) if rank == 0 else None
 
     def _resume(self) -> int:
@@ -172,6 +172,7 @@ class Run:
         if about["data"] != self.hashes:
             raise ValueError(f"data must be what the run in {self.out} was trained on so far, got other text in {self.settings.data}")
         self.stepper.load(state, about["step"])
+        self._losses = about["losses"]
         self.say(f"going on from step {about['step']} of {self.settings.steps}")
         return about["step"]
 
@@ -247,7 +248,7 @@ class Run:
 
     def save(self) -> None:
         if self.rank == 0 and self.settings.keep:
-            about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml(), "data": self.hashes}
+            about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml(), "data": self.hashes, "losses": self._losses}
             checkpoint.save(self.out / "checkpoints", self.step, self.stepper.state(), about, self.settings.keep)
         if dist.is_initialized():
             dist.barrier()
