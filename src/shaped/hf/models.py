@@ -92,12 +92,12 @@ class ShapedPreTrainedModel(PreTrainedModel):
     config_class = ShapedConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["ShapedLayer"]  # noqa: RUF012 (transformers' own form, as below)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _no_split_modules = ["ShapedLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": ShapedLayer, "attentions": Attend}  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": ShapedLayer, "attentions": Attend}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -191,7 +191,7 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
     """A stack with an output matrix. The two below are causal or not whatever their config says: they then have a copy of it."""
 
     causal: ClassVar[bool]
-    _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}
 
     def __init__(self, config: ShapedConfig):
         if config.is_decoder is not self.causal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from shaped.nn.modules import ShapedSelfAttention
 COMPILE = ("off", "blocks", "whole")
 
 
-class Loss(nn.Module):
+class Loss(nn.Module, ABC):
     """A loss in three parts, each of which can be compiled by itself: embedding, blocks, head.
 
     All blocks share one compiled program when they are compiled one by one, so that depth costs no time at the start.
@@ -44,8 +45,9 @@ class Loss(nn.Module):
     def embed(self, ids: Tensor) -> Tensor:
         return self.embedding(self.embedding.tokens(ids), torch.arange(ids.shape[-1], device=ids.device)[None], None)
 
+    @abstractmethod
     def head(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The loss, from the last layer's tokens."""
 
 
 class MaskedLoss(Loss):
