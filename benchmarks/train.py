@@ -1,6 +1,6 @@
 """The training step: milliseconds, TFLOP/s and the share of the device's bf16 matrix rate, all in one run.
 
-    python benchmarks/train.py [--compile blocks,whole] [--steps 200] [--profile] [--out FILE]
+    python benchmarks/train.py [--compile blocks,whole] [--stream float32,bf16] [--steps 200] [--profile] [--out FILE]
 
 Shaped (Recover and Learn), Pre-LN, and transformers' BertForMaskedLM, compiled: depth 18, width 768, 8 heads, 32 rows of 128 tokens, a
 vocabulary of 32,000, bf16 on a GPU. On a CPU everything is smaller. The models of this package compute logits at the masked places alone;
@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,7 @@ def main() -> None:
     parser.add_argument("--compile", default="blocks,whole", help="which ways to compile are tried")
     parser.add_argument("--models", default="recover,learn,preln,bert")
     parser.add_argument("--attention", default="auto", help="auto, flash, cudnn, efficient or math")
+    parser.add_argument("--stream", default="bf16", help="tokens between the blocks: float32, bf16, or both with a comma")
     parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest in a step of the first model")
     parser.add_argument("--out", type=Path, default=Path("out/benchmark-train.json"))
@@ -208,12 +210,14 @@ def main() -> None:
     print("attention kernels, forward and backward, µs:", {name: round(value, 1) for name, value in kernels.items()}, flush=True)
     wanted = arguments.models.split(",")
     known = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
-    for compile in arguments.compile.split(",") if gpu else ["off"]:
+    ways = product(arguments.compile.split(","), arguments.stream.split(",")) if gpu else [("off", "float32")]
+    for compile, stream in ways:
+        dtype = {"float32": torch.float32, "bf16": torch.bfloat16}[stream]
         for name in (name for name in wanted if name in known):
-            how = How(device, half=gpu, compile=compile, graph=gpu, attention=arguments.attention, chunk=64 if gpu else 16)
+            how = How(device, half=gpu, compile=compile, graph=gpu, attention=arguments.attention, stream=dtype, chunk=64 if gpu else 16)
             found, stepper, batches, plan = own(size, how, arguments.steps, **known[name])
-            rows[f"{name}, {compile}"] = found
-            print(name, compile, {key: round(value, 2) for key, value in found.items()}, flush=True)
+            rows[f"{name}, {compile}, {stream} stream"] = found
+            print(name, compile, stream, {key: round(value, 2) for key, value in found.items()}, flush=True)
             if arguments.profile and len(rows) == 1:
                 print(profile(stepper, batches, plan), flush=True)
             del stepper, batches, plan

@@ -49,8 +49,9 @@ class ShapedTransformerBlock(nn.Module):
             nn.init.constant_(getattr(self, name), start)
 
     def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
-        x = self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)
-        return self.lam_feedforward * x + self.gamma_feedforward * self.feedforward(x)
+        # Gains keep their precision where the tokens have less.
+        x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)).to(x.dtype)
+        return (self.lam_feedforward * x + self.gamma_feedforward * self.feedforward(x)).to(x.dtype)
 
 
 class LayerNormBlock(nn.Module):
@@ -67,8 +68,9 @@ class LayerNormBlock(nn.Module):
         if self.place == "pre":
             x = x + self.attention(self.norm_attention(x), attn_mask, attend)
             return x + self.feedforward(self.norm_feedforward(x))
-        x = self.norm_attention(x + self.attention(x, attn_mask, attend))
-        return self.norm_feedforward(x + self.feedforward(x))
+        dtype = x.dtype  # under autocast norms are in single precision
+        x = self.norm_attention(x + self.attention(x, attn_mask, attend)).to(dtype)
+        return self.norm_feedforward(x + self.feedforward(x)).to(dtype)
 
 
 class ShapedEncoder(nn.Module):

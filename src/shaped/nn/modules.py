@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import finite, in_range, positive, whole_number
+from shaped.nn import short
 from shaped.nn.functional import he_constant, shaped_attention, shaped_relu
 from shaped.nn.schedules import Fixed, Schedule, Shapeable
 
@@ -72,8 +73,7 @@ class ShapedSelfAttention(nn.Module):
     """
 
     shaping: AttentionShaping | None
-    packed = False
-    """One product for queries, keys and values in place of three, for a training loop; hooks on these layers are then passed by."""
+    together: nn.Module | None
 
     def __init__(
         self,
@@ -102,22 +102,34 @@ class ShapedSelfAttention(nn.Module):
         self.query, self.key = (Matrix(width, heads * key_width, std) for _ in range(2))
         self.value, self.output = (Matrix(width, width, width**-0.5) for _ in range(2))
         self.shaping = AttentionShaping(trained=(schedule or Fixed()).learns) if shaped else None
+        self.register_module("together", None)
+        self.splits = (heads * key_width, heads * key_width, width)
+
+    def join(self, together: nn.Module) -> None:
+        """One layer for queries, keys and values beside each other, in place of three, for a training loop."""
+        del self.query, self.key, self.value
+        self.together = together
 
     def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
         """`attn_mask` as in `shaped_attention`: key padding is [batch, 1, 1, m], True where a token may be attended to.
 
         `attend` replaces what is done with queries, keys and values, such as to keep them in a cache.
         """
-        q, k, v = (features.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for features in self.project(x))
+        if self.together is None:
+            features = self.query(x), self.key(x), self.value(x)
+        else:
+            beside = self.together(x)
+            if attend is None and attn_mask is None and self._is_short(beside):
+                gamma1, gamma2 = (None, None) if self.shaping is None else self.shaping()
+                return self.output(short.attention(beside, gamma1, gamma2, self.heads, self.scale))
+            features = beside.split(self.splits, -1)
+        q, k, v = (feature.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for feature in features)
         mixed = self.mix(q, k, v, attn_mask) if attend is None else attend(self, q, k, v, attn_mask)
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
-    def project(self, x: Tokens) -> tuple[Tensor, ...]:
-        layers = (self.query, self.key, self.value)
-        if not self.packed:
-            return tuple(layer(x) for layer in layers)
-        together = nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))
-        return together.split([layer.out_features for layer in layers], -1)
+    def _is_short(self, beside: Tensor) -> bool:
+        simple = not self.is_causal and (self.dropout == 0.0 or not self.training) and len(set(self.splits)) == 1
+        return simple and short.fits(beside, self.heads)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
         gamma1, gamma2 = (0.0, 0.0) if self.shaping is None else self.shaping()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from shaped.hf.models import ShapedForMaskedLM, ShapedForSequenceClassification, ShapedModel
-from shaped.nn.modules import ShapedSelfAttention
 
 COMPILE = ("off", "blocks", "whole")
 
@@ -18,14 +17,13 @@ COMPILE = ("off", "blocks", "whole")
 class Loss(nn.Module, ABC):
     """A loss in three parts, each of which can be compiled by itself: embedding, blocks, head.
 
-    All blocks share one compiled program when they are compiled one by one, so that depth costs no time at the start.
+    All blocks share one compiled program when they are compiled one by one, so that depth costs no time at the start. `stream` is the
+    precision of the tokens between the blocks.
     """
 
-    def __init__(self, model: nn.Module, body: ShapedModel, compile: str = "off"):
+    def __init__(self, model: nn.Module, body: ShapedModel, compile: str = "off", stream: torch.dtype = torch.float32):
         super().__init__()
-        for module in model.modules():
-            if isinstance(module, ShapedSelfAttention):
-                module.packed = True
+        self.stream = stream
         self.model: Any = model
         self.embedding, self.final = body.embedding, body.norm
         run = (lambda part: torch.compile(part, dynamic=False, fullgraph=True)) if compile == "blocks" else (lambda part: part)
@@ -43,7 +41,7 @@ class Loss(nn.Module, ABC):
         return x
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.embedding(self.embedding.tokens(ids), torch.arange(ids.shape[-1], device=ids.device)[None], None)
+        return self.embedding(self.embedding.tokens(ids), torch.arange(ids.shape[-1], device=ids.device)[None], None).to(self.stream)
 
     @abstractmethod
     def head(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
@@ -53,8 +51,8 @@ class Loss(nn.Module, ABC):
 class MaskedLoss(Loss):
     """Cross-entropy of masked language modelling, with the vocabulary's matrix applied at the masked places alone."""
 
-    def __init__(self, model: ShapedForMaskedLM, compile: str = "off"):
-        super().__init__(model, model.model, compile)
+    def __init__(self, model: ShapedForMaskedLM, compile: str = "off", stream: torch.dtype = torch.float32):
+        super().__init__(model, model.model, compile, stream)
 
     def forward(self, ids: Tensor, places: Tensor, labels: Tensor) -> Tensor:
         return self._run["head"](self.encode(ids), places, labels)
@@ -68,8 +66,8 @@ class MaskedLoss(Loss):
 class ClassifierLoss(Loss):
     """Cross-entropy of a classifier of texts that are padded to one length."""
 
-    def __init__(self, model: ShapedForSequenceClassification, compile: str = "off"):
-        super().__init__(model, model.model, compile)
+    def __init__(self, model: ShapedForSequenceClassification, compile: str = "off", stream: torch.dtype = torch.float32):
+        super().__init__(model, model.model, compile, stream)
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         return self._run["head"](self.encode(ids, mask[:, None, None, :]), mask, labels)

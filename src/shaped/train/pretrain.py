@@ -152,7 +152,12 @@ class Run:
         self.model = build(settings, self.data.vocab, self.data.length)
         self.plan = Plan(
             settings.learning_rate,
-            {"gains": settings.gain_lr, "embeddings": settings.embedding_lr, "head": settings.head_lr},
+            {
+                "gains": settings.gain_lr,
+                "shaping": settings.shaping_lr,
+                "embeddings": settings.embedding_lr,
+                "head": settings.head_lr,
+            },
             self.model.config.shaping().share,
             settings.clip,
         )

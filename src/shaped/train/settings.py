@@ -48,7 +48,8 @@ class Settings:
     lr: float = option(5e-4, "Learning rate, reached after the warm-up.", low=0.0)
     warmup: int = option(4000, "Steps in which the learning rate grows linearly.", least=0)
     decay: str = option("none", "After the warm-up: constant, or linearly to 0 at the last step.", choices=("none", "linear"))
-    gain_lr: float = option(1.0, "Learning rate of the gains, times lr.", low=0.0)
+    gain_lr: float = option(1.0, "Learning rate of the residual branches' lambda and gamma, times lr.", low=0.0)
+    shaping_lr: float = option(1.0, "Learn: learning rate of gamma1, gamma2 and the negative slopes, times lr.", low=0.0)
     embedding_lr: float = option(1.0, "Learning rate of the embedding tables, times lr.", low=0.0)
     head_lr: float = option(1.0, "Learning rate of the output matrix, times lr.", low=0.0)
     clip: float = option(0.0, "Largest norm of the gradient; 0 for no clipping.", low=0.0)
@@ -56,6 +57,7 @@ class Settings:
 
     device: str = option("auto", "cpu, cuda, or auto: cuda where there is one.", choices=("auto", "cpu", "cuda"))
     precision: str = option("auto", "float32, bf16, or auto: bf16 on a GPU.", choices=("auto", "float32", "bf16"))
+    stream: str = option("bf16", "Tokens between the blocks: float32, or bf16 where the rest is.", choices=("float32", "bf16"))
     compile: str = option("auto", "Compile each block (quick to start), the whole model, or nothing; auto: blocks on a GPU.",
                           choices=("auto", "off", "blocks", "whole"))  # fmt: skip
     graph: str = option("auto", "The whole step as one CUDA graph; auto: on a single GPU.", choices=("auto", "on", "off"))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shaped.nn.schedules import Shapeable
 from shaped.train.losses import Loss
+from shaped.train.products import put_products
 from shaped.train.vector import ALIGNED, BETAS, Adam, adam, vectors
 
 Say = Callable[[str], None]
@@ -36,6 +37,7 @@ class How:
     graph: bool = False
     clips: bool = False
     attention: str = "auto"
+    stream: torch.dtype = torch.float32
     chunk: int = 16
 
     @classmethod
@@ -46,9 +48,11 @@ class How:
         gpu = kind == "cuda"
         if settings.graph == "on" and (not gpu or world > 1):
             raise ValueError(f"graph must be off or auto without a GPU or with several processes, got on for {kind} and {world}")
+        half = gpu if settings.precision == "auto" else settings.precision == "bf16"
         return cls(
             device=torch.device(kind, torch.cuda.current_device()) if gpu else torch.device("cpu"),
-            half=gpu if settings.precision == "auto" else settings.precision == "bf16",
+            half=half,
+            stream=torch.bfloat16 if half and settings.stream == "bf16" else torch.float32,
             compile=("blocks" if gpu else "off") if settings.compile == "auto" else settings.compile,
             graph=gpu and world == 1 and settings.graph != "off",
             clips=settings.clip > 0,
@@ -81,24 +85,27 @@ class Stepper:
         how: what the program depends on.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, str], Loss], how: How, say: Say = print):
+    def __init__(self, model: nn.Module, loss: Callable[[Any, str, torch.dtype], Loss], how: How, say: Say = print):
         self.how, self.say = how, say
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         _choose_attention(how.attention)
         self.vectors = vectors(model, how.half, how.device)
         self.kinds = [vector.kind for vector in self.vectors]
         self.model, self.twin = model, copy.deepcopy(model).to(how.device)
+        working = {name: view for vector in self.vectors for name, view in vector.views(vector.working).items()}
         parameters = dict(self.twin.named_parameters())
-        for vector in self.vectors:
-            for name, view in vector.views(vector.working).items():
-                parameters[name].data = view
-        self.leaves = [parameters[name] for vector in self.vectors for name in vector.shapes]
-        self._gradients = [list(vector.views(vector.gradients).values()) for vector in self.vectors]
+        for name, view in working.items():
+            parameters[name].data = view
+        written = put_products(self.twin, working, self.gradients())
+        # The others' gradients come from autograd and are copied, those of a vector at a time.
+        left = [{name: view for name, view in vector.views(vector.gradients).items() if name not in written} for vector in self.vectors]
+        self.leaves = [parameters[name] for views in left for name in views]
+        self._gradients = [list(views.values()) for views in left if views]
         # Views far enough apart that compiled kernels need no copies of them.
         self._starts = torch.zeros(len(_shaping(model)), ALIGNED, device=how.device)
         self._shares = torch.zeros_like(self._starts)
         _set_buffers(self.twin, self._shares)
-        self.eager_loss = loss(self.twin, "off")
+        self.eager_loss = loss(self.twin, "off", how.stream)
         self.loss: Callable[..., Tensor] = self._prepared(loss)
         self._adam: Adam = adam if how.compile == "off" else torch.compile(adam, dynamic=False)
         self._step = torch.zeros((), dtype=torch.int64, device=how.device)
@@ -273,14 +280,14 @@ class Stepper:
         with torch.autocast(self.how.device.type, torch.bfloat16, enabled=self.how.half, cache_enabled=False):
             yield
 
-    def _prepared(self, loss: Callable[[Any, str], Loss]) -> Callable[..., Tensor]:
+    def _prepared(self, loss: Callable[[Any, str, torch.dtype], Loss]) -> Callable[..., Tensor]:
         if self.how.compile == "off":
             return self.eager_loss
         if hasattr(torch._dynamo.config, "recompile_limit"):
             torch._dynamo.config.recompile_limit = 64  # several shapes and models in one process
         if self.how.compile == "whole":
             return torch.compile(self.eager_loss, dynamic=False, fullgraph=True)
-        return loss(self.twin, "blocks")
+        return loss(self.twin, "blocks", self.how.stream)
 
 
 def _shaping(model: nn.Module) -> list[tuple[nn.Module, str, float]]:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shaped.nn.blocks import gains
+from shaped.nn.schedules import Shapeable
 
 ALIGNED = 64  # entries: views start at multiples of 256 bytes, as kernels like it
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 
-KINDS = ("matrices", "head", "embeddings", "vectors", "gains")
+KINDS = ("matrices", "head", "embeddings", "vectors", "gains", "shaping")
 IN_HALF = ("matrices", "head")
 HEADS = ("head.weight", "classifier.weight")
 
@@ -25,11 +26,12 @@ HEADS = ("head.weight", "classifier.weight")
 def kinds(model: nn.Module) -> dict[str, str]:
     """Which kind each parameter is: each has a learning rate of its own."""
     of_gains = {id(gain) for gain in gains(model)}
+    of_shaping = {id(gain) for module in model.modules() if isinstance(module, Shapeable) for gain in module.parameters(recurse=False)}
     of_tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
     def kind(name: str, parameter: nn.Parameter) -> str:
         if id(parameter) in of_gains:
-            return "gains"
+            return "shaping" if id(parameter) in of_shaping else "gains"
         if id(parameter) in of_tables:
             return "embeddings"
         if name in HEADS:

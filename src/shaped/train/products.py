@@ -1,0 +1,82 @@
+"""Products with matrices whose gradients are written where Adam reads them, in place of being made by autograd and copied there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaped.nn.modules import Matrix, ShapedSelfAttention
+
+
+@torch.library.custom_op("shaped::weight_gradient", mutates_args=("gradient",))
+def weight_gradient(dy: Tensor, x: Tensor, gradient: Tensor) -> None:
+    torch.mm(dy.flatten(0, -2).t(), x.flatten(0, -2), out=gradient)
+
+
+@torch.library.custom_op("shaped::product", mutates_args=())
+def product(x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
+@product.register_fake
+def _(x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    x, weight, ctx.gradient = inputs  # not saved as the others: autograd would object to its being written
+    ctx.save_for_backward(x, weight)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    x, weight = ctx.saved_tensors
+    weight_gradient(dy, x, ctx.gradient)
+    return dy @ weight, None, None
+
+
+product.register_autograd(_gradients, setup_context=_keep)
+
+
+class Product(nn.Module):
+    """x W' like `Matrix`, in the precision of W."""
+
+    gradient: Tensor
+
+    def __init__(self, weight: Tensor, gradient: Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)  # for autograd: the gradient is none of its business
+        # `data`: with a version counter of its own. Autograd would take a write to one matrix's gradient for one to all of the vector.
+        self.register_buffer("gradient", gradient.data, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x.to(self.weight.dtype), self.weight, self.gradient)
+
+
+def put_products(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> set[str]:
+    """Replaces the matrices of a model whose weights and gradients are given by name, and says which those were.
+
+    Queries, keys and values become one product where their weights follow each other in memory.
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Matrix) and f"{name}.weight" in weights}
+    for name in found:
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, Product(weights[f"{name}.weight"], gradients[f"{name}.weight"]))
+    for name, module in model.named_modules():
+        parts = [f"{name}.{part}.weight" for part in ("query", "key", "value")]
+        if isinstance(module, ShapedSelfAttention) and all(part in weights for part in parts):
+            weight, gradient = (_joined([tensors[part] for part in parts]) for tensors in (weights, gradients))
+            if weight is not None and gradient is not None:
+                module.join(Product(weight, gradient))
+    return {f"{name}.weight" for name in found}
+
+
+def _joined(matrices: list[Tensor]) -> Tensor | None:
+    """Matrices that follow each other in memory as one, a view; None if they do not."""
+    place = matrices[0].storage_offset()
+    for matrix in matrices:
+        if matrix.untyped_storage().data_ptr() != matrices[0].untyped_storage().data_ptr() or matrix.storage_offset() != place:
+            return None
+        place += matrix.numel()
+    return matrices[0].as_strided((sum(len(matrix) for matrix in matrices), matrices[0].shape[1]), matrices[0].stride())

@@ -1,0 +1,123 @@
+"""Attention of short sequences from one product: the wiring anywhere, the kernels on a GPU."""
+
+import pytest
+import torch
+
+from shaped.nn import fused, short
+from stats import generator
+
+needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and fused.TRITON), reason="needs a GPU and Triton")
+TOLERANCE = {torch.float64: 1e-12, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # a few roundings, relative to the largest entry
+
+
+def parts(qkv, heads):
+    return (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in qkv.chunk(3, -1))
+
+
+def written_out(qkv, gamma1, gamma2, heads, scale):
+    q, k, v = parts(qkv, heads)
+    out = torch.softmax(q @ k.mT * scale, -1) @ v
+    if gamma1 is not None:
+        out = out + gamma1 * v - gamma2 * v.mean(-2, keepdim=True)
+    return out.transpose(1, 2).flatten(-2)
+
+
+def forward(qkv, gamma1, gamma2, heads, scale):
+    """What the kernels compute, written out: this tests what is around them where there is no GPU."""
+    return written_out(qkv, gamma1, gamma2, heads, scale), qkv.new_zeros(len(qkv), heads, qkv.shape[1], dtype=torch.float32)
+
+
+def backward(do, qkv, lse, gamma1, gamma2, heads, scale, gains):
+    q, k, v = parts(qkv, heads)
+    do = do.unflatten(-1, (heads, -1)).transpose(1, 2)
+    P = torch.softmax(q @ k.mT * scale, -1)
+    dP = do @ v.mT
+    dS = P * (dP - (P * dP).sum(-1, keepdim=True)) * scale
+    dv = P.mT @ do
+    if gamma1 is not None:
+        dv = dv + gamma1 * do - gamma2 * do.mean(-2, keepdim=True)
+    dgamma = torch.stack([(do * v).sum((2, 3)), -(do * v.mean(-2, keepdim=True)).sum((2, 3))], -1).flatten(0, 1).float()
+    dqkv = torch.cat([x.transpose(1, 2).flatten(-2) for x in (dS @ k, dS.mT @ q, dv)], -1)
+    return dqkv, dgamma if gains else qkv.new_empty(0, dtype=torch.float32)
+
+
+short.forward_op.register_kernel("cpu")(forward)
+short.backward_op.register_kernel("cpu")(backward)
+
+
+def compare(m, heads, D, dtype, device, shaped=True, learned=True, batch=3):
+    """Output and all gradients against the formula in double precision."""
+    qkv = torch.randn(batch, m, 3 * heads * D, generator=generator(120), dtype=torch.float64).to(device, dtype).requires_grad_()
+    gammas = [torch.tensor([value], device=device, requires_grad=learned) for value in (0.7, 0.4)] if shaped else [None, None]
+    given = [qkv, *(gamma for gamma in gammas if gamma is not None and learned)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    ours = short.attention(qkv, gammas[0], gammas[1], heads, 0.2)
+    one, two = exact[1:] if learned else [gamma if gamma is None else gamma.double() for gamma in gammas]
+    theirs = written_out(exact[0], one, two, heads, 0.2)
+    weight = torch.randn(theirs.shape, generator=generator(121), dtype=torch.float64).to(device, dtype)
+    found = [ours, *torch.autograd.grad(ours, given, weight)]
+    expected = [theirs, *torch.autograd.grad(theirs, exact, weight.double())]
+    for one, other in zip(found, expected, strict=True):
+        # The gradients of the gains are summed in single precision.
+        tolerance = max(TOLERANCE[dtype], 1e-6 if one.numel() == 1 else 0.0)
+        assert one.shape == other.shape
+        assert (one.double() - other).abs().max() <= tolerance * max(other.abs().max(), 1.0)
+
+
+@pytest.mark.parametrize(("shaped", "learned"), [(True, True), (True, False), (False, False)])
+def test_one_operator_around_the_kernels(shaped, learned):
+    compare(7, 2, 5, torch.float64, "cpu", shaped, learned)
+
+
+def test_the_operator_is_as_pytorch_wants_it():
+    qkv = torch.randn(2, 5, 24, generator=generator(122), requires_grad=True)
+    gammas = [torch.tensor([value], requires_grad=True) for value in (0.7, 0.4)]
+    torch.library.opcheck(short.forward_op, (qkv, *gammas, 2, 0.3))
+
+
+@pytest.mark.parametrize("shaped", [True, False])
+def test_a_layer_with_one_product_takes_it(shaped, monkeypatch):
+    """One layer for queries, keys and values beside each other: the same outputs, through the operator where that fits, or not."""
+    from shaped.nn.modules import Matrix, ShapedSelfAttention
+
+    attention = ShapedSelfAttention(16, 2, shaped=shaped).double()
+    x = torch.randn(2, 5, 16, generator=generator(123), dtype=torch.float64)
+    padding = torch.arange(5) < torch.tensor([5, 3])[:, None, None, None]
+    expected, padded = attention(x), attention(x, padding)
+    together = Matrix(16, 48, 1.0).double()
+    together.weight.data = torch.cat([layer.weight for layer in (attention.query, attention.key, attention.value)]).detach()
+    attention.join(together)
+    assert (attention(x) - expected).abs().max() < 1e-12
+    calls = []
+    monkeypatch.setattr(short, "fits", lambda qkv, heads: True)
+    monkeypatch.setattr(short, "attention", lambda *given: calls.append(given) or short.forward_op(*given)[0])
+    assert (attention(x) - expected).abs().max() < 1e-12
+    assert len(calls) == 1
+    assert (attention(x, padding) - padded).abs().max() < 1e-12
+    assert len(calls) == 1, "it knows no masks"
+
+
+def test_cpus_and_single_precision_are_left_to_others():
+    assert not short.fits(torch.zeros(2, 5, 24), 2)
+    assert not short.fits(torch.zeros(2, 5, 24, dtype=torch.bfloat16), 2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [8, 64, 96, 128])
+@pytest.mark.parametrize("m", [1, 7, 64, 100, 128])
+def test_kernels_are_the_formula(m, D, dtype):
+    qkv = torch.zeros(1, m, 6 * D, dtype=dtype, device="cuda")
+    assert short.fits(qkv, 2)
+    for shaped, learned in ((True, True), (True, False), (False, False)):
+        compare(m, 2, D, dtype, "cuda", shaped, learned)
+
+
+@needs_gpu
+def test_longer_sequences_and_chosen_kernels_are_left_to_others():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    qkv = torch.zeros(1, 129, 3 * 64, dtype=torch.bfloat16, device="cuda")
+    assert not short.fits(qkv, 1)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not short.fits(qkv[:, :128], 1)
