@@ -258,13 +258,14 @@ def study(
     minutes: Annotated[float | None, typer.Option(help="Time for all runs; the same command goes on.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs, in place of the file's.")] = None,
     data: Annotated[Path | None, typer.Option(help="Prepared text, in place of the file's.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only the run of this name; repeatable.", show_default=False)] = None,
 ) -> None:
     """Run a queue of trainings one after another; those of the same shape share one compiled step."""
     needs("transformers")
     from shaped.train import study as queue
 
     overrides = {"minutes": minutes, "out": None if out is None else str(out), "data": None if data is None else str(data)}
-    summary = queue.study(file, progress=sys.stderr.isatty(), **overrides)
+    summary = queue.study(file, only=only or (), progress=sys.stderr.isatty(), **overrides)
     print(f"{len(summary['runs'])} finished, {len(summary['diverged'])} diverged, {len(summary['unfinished'])} unfinished")
 
 
@@ -291,9 +292,15 @@ def glue(
     del given["task"]
     tasks = [tuning.GlueSettings(task=name, **given) for name in task]
     steppers: dict[Any, Any] = {}
+    diverged = False
     for run in runs:
         for settings in tasks:
-            summary = tuning.glue(run, settings, data, say=(lambda line: None) if as_json else print, steppers=steppers)
+            try:
+                summary = tuning.glue(run, settings, data, say=(lambda line: None) if as_json else print, steppers=steppers)
+            except tuning.Diverged as error:  # the others may not
+                complaint(f"shaped: {run}, {settings.task}: {error}")
+                diverged = True
+                continue
             if as_json:
                 print(json.dumps(summary, allow_nan=False))
                 continue
@@ -301,6 +308,8 @@ def glue(
                 spread = "" if summary[name]["std"] is None else f" ± {summary[name]['std']:.3f}"
                 print(f"{name}: {summary[name]['mean']:.3f}{spread} over {len(settings.seeds)} seeds")
             print("written:", run / f"glue-{settings.task}.json")
+    if diverged:
+        raise typer.Exit(1)
 
 
 def needs(*packages: str) -> None:

@@ -277,6 +277,10 @@ def test_a_study_runs_its_queue_within_its_time(tiny: Settings, tmp_path: Path):
     summary = study.study(file, minutes=1e-9, say=said.append)
     assert summary["runs"] == []
     assert len(summary["unfinished"]) == 3
+    summary = study.study(file, only=["preln"], say=said.append)
+    assert [run["name"] for run in summary["runs"]] == ["preln"]
+    with pytest.raises(ValueError, match=r"^only must be among shaped-lr0\.001, shaped-lr0\.01, preln, got postln$"):
+        study.study(file, only=["postln"])
     summary = study.study(file, say=said.append)
     assert [run["name"] for run in summary["runs"]] == ["shaped-lr0.001", "shaped-lr0.01", "preln"]
     alone = quiet(replace(tiny, out=tmp_path / "alone"))

@@ -59,6 +59,7 @@ class GlueSettings:
     clip: float = 0.0
     device: str = "auto"
     precision: str = "auto"
+    stream: str = "bf16"
     compile: str = "auto"
     graph: str = "auto"
     attention: str = "auto"

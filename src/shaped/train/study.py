@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -55,12 +56,18 @@ def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | Non
     return runs, minutes, out
 
 
-def study(path: Path, *, say: Say = print, progress: bool = False, **overrides: Any) -> dict[str, Any]:
-    """Does the runs that are not done yet, and writes `study.json` (results) and `study.jsonl` (all metrics) after each of them."""
+def study(path: Path, *, only: Sequence[str] = (), say: Say = print, progress: bool = False, **overrides: Any) -> dict[str, Any]:
+    """Does the runs that are not done yet, or those of them named in `only`, and writes `study.json` (results) and `study.jsonl` (all
+    metrics) after each of them. Several processes may share a study, each with runs of its own."""
     runs, minutes, out = plan(path, **overrides)
+    for name in only:
+        if name not in runs:
+            raise ValueError(f"only must be among {', '.join(runs)}, got {name}")
     began, steppers = time.monotonic(), Steppers()
     diverged: dict[str, str] = {}
     for name, settings in runs.items():
+        if only and name not in only:
+            continue
         left = None if minutes is None else minutes - (time.monotonic() - began) / 60
         if left is not None and left <= 0:
             say(f"{minutes:g} minutes are over before {name}; the same command goes on")
