@@ -168,7 +168,9 @@ def reproduce(
     workers: Annotated[int | None, typer.Option(help="Processes to share the work; by default one a core on the CPU.")] = None,
     scheduler: Scheduler = None,
     again: Annotated[bool, typer.Option("--again", help="Compute also what is in the folder already.")] = False,
-    runs: Annotated[list[Path] | None, typer.Option(help="Folders of training runs, for fig6, table1 and table2; repeatable.")] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Option(help="Folders or files of training runs, for fig6, table1 and table2; repeatable.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for numbers, pictures and report.")] = Path("out"),
 ) -> None:
     """Compute and draw the paper's figures, check their claims, and write report.html."""
@@ -266,7 +268,25 @@ def study(
 
     overrides = {"minutes": minutes, "out": None if out is None else str(out), "data": None if data is None else str(data)}
     summary = queue.study(file, only=only or (), progress=sys.stderr.isatty(), **overrides)
-    print(f"{len(summary['runs'])} finished, {len(summary['diverged'])} diverged, {len(summary['unfinished'])} unfinished")
+    diverged = sum(bool(run["why"]) for run in summary["unfinished"])
+    print(f"{len(summary['runs'])} finished, {diverged} diverged, {len(summary['unfinished']) - diverged} unfinished")
+
+
+@app.command()
+def collect(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, folders with such folders, or files that this made.")],
+    out: Annotated[Path, typer.Option(help="JSON file; the metrics go beside it, into a file that ends in .jsonl.")],
+) -> None:
+    """Put runs into one file, with their settings, metrics and GLUE scores; `shaped reproduce --runs` reads it."""
+    from shaped.train import collection
+    from shaped.train.results import commit
+
+    found = collection.trained(runs)
+    if not found:
+        raise ValueError(f"runs must have been begun by `shaped pretrain`, got none in {', '.join(map(str, runs))}")
+    collection.collect(found, out, commit=commit())
+    print(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
+    print("written:", out)
 
 
 @app.command()

@@ -7,7 +7,6 @@ import pytest
 
 from refusals import refused
 from shaped.figures import fig6, reproduce, table1
-from shaped.figures.lab import Lab
 from shaped.train.results import Result
 from shaped.train.settings import Settings
 
@@ -60,7 +59,7 @@ def test_tables_and_entropies_of_finished_runs(runs, tmp_path):
     assert row["value"] == pytest.approx(-0.05)
     assert row["holds"]
     assert {id: row["holds"] for id, row in claims(out, "fig6").items()} == {
-        f"fig6.{model}.layer{layer}": True for model in ("preln", "recover") for layer in (1, 7)
+        f"fig6.{model}.layer{layer}.lr0.001": True for model in ("preln", "recover") for layer in (1, 7)
     }
     scores = json.loads((out / "table2.json").read_text())["table"]["rows"]
     assert [row[5:8] for row in scores] == [["cola", "matthews", 0.2], ["rte", "accuracy", 0.52]] * 2
@@ -90,6 +89,31 @@ def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
     assert fig6.claims([{**curves[0], "lr": 1e-4}]) == []  # the caption speaks of a large learning rate
 
 
+def test_one_file_of_runs_is_as_good_as_their_folders(runs, tmp_path, monkeypatch, capsys):
+    from shaped import cli
+
+    file = tmp_path / "results" / "all.json"
+    monkeypatch.setattr("sys.argv", ["shaped", "collect", str(runs), "--out", str(file)])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+    assert "6 runs, 6 finished" in capsys.readouterr().out
+    pages = []
+    for place, out in ((runs, tmp_path / "one"), (file, tmp_path / "two")):
+        reproduced(place, out, "table1", "table2", "fig6")
+        made = [json.loads((out / f"{id}.json").read_text()) for id in ("table1", "table2", "fig6")]
+        pages.append([(page["claims"], page.get("table")) for page in made])
+    assert pages[0] == pages[1]
+
+
+def test_the_entropies_are_those_of_the_recipe_with_most_learning_rates():
+    def curve(recipe, lr, layer=1):
+        return {"name": "recover", "recipe": recipe, "lr": lr, "layer": layer, "entropy": [1.0]}
+
+    tried = [curve("a", 1e-3), curve("b", 1e-3), curve("b", 5e-4), curve("a", 1e-3, 7)]
+    assert fig6.grid(tried) == tried[1:3]
+
+
 def test_a_page_is_made_anew_when_its_runs_change(runs, tmp_path):
     out = tmp_path / "out"
     assert "computed in" not in reproduced(runs, out, "table1")[0]
@@ -102,11 +126,16 @@ def test_all_has_them_only_where_there_are_runs(runs, tmp_path):
     assert reproduce.chosen(["all"]) == reproduce.FIGURES
     assert reproduce.chosen([], [runs]) == reproduce.FIGURES + reproduce.TRAINED
     assert reproduce.chosen(["table1", "fig1"]) == ("fig1", "table1")
-    with refused("runs", "result.json", "none"):
+    with refused("runs", "shaped pretrain", "no folder or file"):
         reproduce.reproduce(["table1"], tmp_path / "out", say=lambda _: None)
     (tmp_path / "empty").mkdir()
-    with refused("runs", "metrics.jsonl", "empty"):
-        reproduce.key("fig6", "quick", Lab(runs=(tmp_path / "empty",)))
+    with refused("runs", "metrics", "empty"):
+        reproduced(tmp_path / "empty", tmp_path / "out", "fig6")
+    with refused("runs", "nowhere"):
+        reproduced(tmp_path / "nowhere", tmp_path / "out", "fig6")
+    (tmp_path / "other.json").write_text('{"claims": []}')
+    with refused("runs", "other.json"):
+        reproduced(tmp_path / "other.json", tmp_path / "out", "fig6")
     for path in runs.glob("*/glue-*"):
         path.unlink()
     with refused("runs", "shaped glue"):

@@ -13,9 +13,10 @@ import pytest
 from refusals import refused
 from shaped import cli
 from shaped.train import glue
+from shaped.train.collection import collect, trained
 from shaped.train.pretrain import pretrain
-from shaped.train.results import table2
 from shaped.train.settings import Settings
+from shaped.train.tables import table2
 
 
 def test_cola_has_no_header(tmp_path: Path):
@@ -108,9 +109,11 @@ def test_fine_tuning_learns_a_task(
     assert min(written["accuracy"]["values"]) > 0.9
     assert written["examples"] == {"train": 320, "dev": 99}
     assert written["run"].startswith("shaped pretrain")
-    rows = table2([tiny.out])
+    rows = table2(trained([tiny.out]))
     assert (rows[0]["name"], rows[0]["task"], rows[0]["seeds"]) == ("recover" if model == "shaped" else "preln", "rte", 2)
     assert rows[0]["mean"] == written["accuracy"]["mean"]
+    collect(trained([tiny.out]), tiny.out.parent / "all.json")
+    assert table2(trained([tiny.out.parent / "all.json"])) == rows
 
 
 def test_the_same_seed_gives_the_same_scores_whatever_came_before(tiny: Settings, task: Path):

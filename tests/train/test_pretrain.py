@@ -18,9 +18,11 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 import shaped.hf
 from refusals import refused
 from shaped.train import checkpoint, data, metrics, study
+from shaped.train.collection import trained
 from shaped.train.pretrain import Diverged, Run, Stopped, pretrain
-from shaped.train.results import Result, collect, command_line, entropy_curves, finished, table1
+from shaped.train.results import Result, command_line
 from shaped.train.settings import Settings
+from shaped.train.tables import entropy_curves, table1
 from train.conftest import KNOWN, UNIFORM
 
 # How much each falls below log 40 in 300 steps, at least. Fixed shaping keeps attention small, so it is the slowest to use the document.
@@ -288,18 +290,22 @@ def test_a_study_runs_its_queue_within_its_time(tiny: Settings, tmp_path: Path):
     assert json.loads((tmp_path / "runs" / "study.json").read_text()) == summary
     logs = [json.loads(line) for line in (tmp_path / "runs" / "study.jsonl").read_text().splitlines()]
     assert {line["run"] for line in logs} == {"shaped-lr0.001", "shaped-lr0.01", "preln"}
-    runs = finished([tmp_path / "runs"])
-    rows = table1(runs.values())
+    runs = trained([tmp_path / "runs"])
+    rows = table1(run.result for run in runs if run.result)
     assert [(row["name"], row["lr"]) for row in rows] == [("preln", 1e-2), ("recover", 1e-2)]
     assert rows[1]["test_loss"] == alone.test_loss
-    curves = entropy_curves([tmp_path / "runs"], layers=(1, 2, 7))
+    curves = entropy_curves(runs, layers=(1, 2, 7))
     assert [(one["name"], one["lr"], one["layer"], one["steps"]) for one in curves][:2] == [
         ("preln", 1e-2, 1, [60, 120]),
         ("preln", 1e-2, 2, [60, 120]),
     ]
-    collected = collect([tmp_path / "runs"], tmp_path / "results.json")["runs"]
     keys = {"model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed", "train_loss", "test_loss", "command", "commit"}
-    assert all(keys <= run.keys() for run in collected)
+    assert all(keys <= run.keys() for run in summary["runs"])
+    again = {run.name: run for run in trained([tmp_path / "runs" / "study.json"])}
+    assert again.keys() == {run.name for run in runs}
+    for run in runs:
+        assert (again[run.name].settings, again[run.name].result) == (run.settings, run.result)
+        assert [line["kind"] for line in again[run.name].metrics] == [line["kind"] for line in run.metrics]
 
 
 def test_a_wrong_study_is_refused(tmp_path: Path):

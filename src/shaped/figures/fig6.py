@@ -11,7 +11,7 @@ import numpy as np
 from shaped.figures import runs
 from shaped.figures.claims import row
 from shaped.figures.lab import Lab, Result
-from shaped.train.results import entropy_curves
+from shaped.train.tables import entropy_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,12 +26,13 @@ COLLAPSED, LARGE = 0.5, 1e-3
 """Nats below which attention is taken to be a point mass (a tenth of the entropy of 128 tokens), and the caption's large learning rate."""
 
 
-def settings(scale: str, folders: tuple[Path, ...]) -> runs.Settings:
-    return runs.settings(folders, "metrics.jsonl", "settings.toml")
+def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
+    return runs.settings(places)
 
 
 def compute(settings: runs.Settings, lab: Lab) -> Result:
-    curves = [curve for curve in entropy_curves(runs.folders(settings), LAYERS) if curve["name"] in MODELS]
+    found = runs.read(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and run.metrics)
+    curves = grid(entropy_curves(found, LAYERS))
     arrays: dict[str, np.ndarray] = {}
     for i, curve in enumerate(curves):
         key = f"{curve['name']}_{curve['layer']}_{curve['lr']:g}_{i}"
@@ -39,18 +40,34 @@ def compute(settings: runs.Settings, lab: Lab) -> Result:
     return Result(arrays, claims(curves))
 
 
+def grid(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each model the recipe that was run at the most learning rates: what else was tried is another question."""
+    chosen = []
+    for model in MODELS:
+        rates: dict[str, set[float]] = {}
+        for curve in curves:
+            if curve["name"] == model:
+                rates.setdefault(curve["recipe"], set()).add(curve["lr"])
+        if rates:
+            recipe = max(rates, key=lambda one: len(rates[one]))
+            chosen += [curve for curve in curves if (curve["name"], curve["recipe"]) == (model, recipe)]
+    return chosen
+
+
 def claims(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At the largest learning rate, if it is as large as the caption's: the last entropies, least and largest over seeds and γ."""
+    """At each learning rate that is as large as the caption's: the last entropies, least and largest over seeds."""
     made = []
     for layer in LAYERS:
         for model, words in (("preln", "Pre-LN: the entropy collapses"), ("recover", "Recover: it does not")):
             here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["lr"] >= LARGE]
-            if here:
-                largest = [curve for curve in here if curve["lr"] == max(other["lr"] for other in here)]
-                last = [float(next(value for value in curve["entropy"][::-1] if value is not None)) for curve in largest]
+            for rate in sorted({curve["lr"] for curve in here}):
+                last = [
+                    float(next(value for value in curve["entropy"][::-1] if value is not None)) for curve in here if curve["lr"] == rate
+                ]
                 bound: dict[str, Any] = {"at_most": COLLAPSED} if model == "preln" else {"at_least": COLLAPSED}
-                claim = f"layer {layer}, learning rate {max(curve['lr'] for curve in here):g}: {words}; nats at the last step"
-                made.append(row(f"fig6.{model}.layer{layer}", None, claim, math.fsum(last) / len(last), (min(last), max(last)), **bound))
+                claim = f"layer {layer}, learning rate {rate:g}: {words}; nats at the last step"
+                id = f"fig6.{model}.layer{layer}.lr{rate:g}"
+                made.append(row(id, None, claim, math.fsum(last) / len(last), (min(last), max(last)), **bound))
     return made
 
 

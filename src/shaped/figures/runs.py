@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from shaped.train.collection import Trained, trained
 
 NAMES = {"recover": "Recover", "learn": "Learn", "fixed": "Fixed", "preln": "Pre-LN", "postln": "Post-LN", "vanilla": "vanilla"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The runs, by folder and by the hash of what is read of them."""
+    """The runs, by folder or file and by the hash of what is in them."""
 
     runs: tuple[str, ...]
     sha256: str
 
 
-def settings(runs: tuple[Path, ...], *patterns: str) -> Settings:
-    """For the files of these names in the folders and in the folders in them."""
-    files = sorted({path for run in runs for pattern in patterns for where in ("", "*/") for path in run.glob(where + pattern)})
-    if not files:
-        given = ", ".join(map(str, runs)) or "none"
-        raise ValueError(f"runs must be folders of finished runs of `shaped pretrain`, with {' and '.join(patterns)}, got {given}")
+def settings(places: tuple[Path, ...]) -> Settings:
+    for place in places:
+        if not place.exists():
+            raise ValueError(f"runs must be folders of runs or files that `shaped collect` made, got {place}, which is neither")
     digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.read_bytes())
-    return Settings(tuple(map(str, runs)), digest.hexdigest())
+    for run in trained(places):
+        digest.update(json.dumps(asdict(run), sort_keys=True).encode())
+    return Settings(tuple(map(str, places)), digest.hexdigest())
 
 
-def folders(settings: Settings) -> Iterable[Path]:
-    return [Path(run) for run in settings.runs]
+def read(settings: Settings, what: str, having: Callable[[Trained], Any]) -> list[Trained]:
+    """The runs that have what a page needs; at least one."""
+    found = [run for run in trained([Path(run) for run in settings.runs]) if having(run)]
+    if not found:
+        raise ValueError(f"runs must have {what}, got none in {', '.join(settings.runs) or 'no folder or file'}")
+    return found
 
 
 def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from shaped.figures import runs
 from shaped.figures.claims import row, student
 from shaped.figures.lab import Lab, Result
-from shaped.train.results import finished, table1
+from shaped.train.tables import table1
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,8 +25,8 @@ WITHIN = 0.02
 """By how much the best shaped model may be above Pre-LN: about the paper's own standard deviations in this table."""
 
 
-def settings(scale: str, folders: tuple[Path, ...]) -> runs.Settings:
-    return runs.settings(folders, "result.json")
+def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
+    return runs.settings(places)
 
 
 COLUMNS = {
@@ -47,7 +47,8 @@ COLUMNS = {
 
 
 def compute(settings: runs.Settings, lab: Lab) -> Result:
-    rows = table1(finished(runs.folders(settings)).values())
+    found = runs.read(settings, "results of finished runs of `shaped pretrain`", lambda run: run.result is not None)
+    rows = table1(run.result for run in found if run.result is not None)
     table = runs.table(rows, COLUMNS)
     numbers = {name: runs.numbers(rows, name) for name in ("depth", "steps", "test_loss", "test_loss_std", "paper")}
     return Result(numbers | {"name": np.array([runs.label(line["name"]) for line in rows])}, claims(rows), table)

@@ -9,7 +9,7 @@ import numpy as np
 
 from shaped.figures import runs
 from shaped.figures.lab import Lab, Result
-from shaped.train.results import table2
+from shaped.train.tables import table2
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,17 +24,26 @@ COLUMNS = {"name": "model", "depth": "depth", "steps": "steps", "lr": "lr", "gam
 COLUMNS |= {"mean": "mean", "std": "± std", "seeds": "seeds", "paper": "paper"}
 
 
-def settings(scale: str, folders: tuple[Path, ...]) -> runs.Settings:
-    return runs.settings(folders, "result.json", "glue-*.json")
+def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
+    return runs.settings(places)
 
 
 def compute(settings: runs.Settings, lab: Lab) -> Result:
-    rows = table2(runs.folders(settings))
-    if not rows:
-        raise ValueError(f"runs must have been fine-tuned by `shaped glue`, got no scores in {', '.join(settings.runs)}")
+    rows = table2(runs.read(settings, "scores from `shaped glue`", lambda run: run.glue))
     numbers = {name: runs.numbers(rows, name) for name in ("mean", "std", "paper")}
-    words = {"task": [line["task"] for line in rows], "name": [f"{runs.label(line['name'])}, {line['depth']}" for line in rows]}
+    words = {"task": [line["task"] for line in rows], "name": labels(rows)}
     return Result(numbers | {name: np.array(texts) for name, texts in words.items()}, [], runs.table(rows, COLUMNS))
+
+
+def labels(rows: list[dict[str, Any]]) -> list[str]:
+    """Model and depth, and what else tells runs of the same model and depth apart."""
+
+    def told(line: dict[str, Any]) -> list[str]:
+        alike = [other for other in rows if (other["name"], other["depth"]) == (line["name"], line["depth"])]
+        differ = [key for key in ("steps", "lr", "gamma", "seed") if len({other[key] for other in alike}) > 1]
+        return [f"{key} {line[key]:g}" for key in differ]
+
+    return [", ".join([runs.label(line["name"]), f"$d={line['depth']}$", *told(line)]) for line in rows]
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:

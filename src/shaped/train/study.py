@@ -14,7 +14,6 @@ Runs of the same shapes share one compiled step. A queue that ran out of time go
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,10 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from shaped.checks import positive
-from shaped.files import write_atomically, write_json
-from shaped.train.metrics import read
+from shaped.train.collection import collect, from_folder
 from shaped.train.pretrain import Diverged, Steppers, Stopped, pretrain
-from shaped.train.results import Result
 from shaped.train.settings import Settings, read_toml
 from shaped.train.stepper import Say
 
@@ -88,13 +85,5 @@ def study(path: Path, *, only: Sequence[str] = (), say: Say = print, progress: b
 
 
 def report(runs: dict[str, Settings], diverged: dict[str, str], out: Path) -> dict[str, Any]:
-    done = {name: Result.read(settings.out / "result.json") for name, settings in runs.items() if (settings.out / "result.json").exists()}
-    summary = {
-        "runs": [{"name": name} | result.to_dict() for name, result in done.items()],
-        "diverged": diverged,
-        "unfinished": [name for name in runs if name not in done and name not in diverged],
-    }
-    write_json(out / "study.json", summary)
-    logs = [{"run": name} | line for name, settings in runs.items() for line in read(settings.out / "metrics.jsonl")]
-    write_atomically(out / "study.jsonl", lambda file: file.write("".join(json.dumps(line) + "\n" for line in logs).encode()))
-    return summary
+    found = [from_folder(settings.out, settings, diverged.get(name, "")) for name, settings in runs.items()]
+    return collect(found, out / "study.json")
