@@ -145,7 +145,7 @@ def test_figures_by_their_ids(tmp_path):
 
 def test_other_code_or_thresholds_are_computed_anew(tmp_path, counted, monkeypatch):
     run(tmp_path, "fig7")
-    monkeypatch.setattr(reproduce, "code", lambda: "other")
+    monkeypatch.setattr(reproduce, "code", lambda trained: "other")
     run(tmp_path, "fig7")
     assert counted == ["fig7", "fig7"]
 

@@ -76,7 +76,7 @@ def key(id: str, scale: str, lab: Lab) -> dict[str, Any]:
         "title": page(id).TITLE,
         "shows": page(id).SHOWS,
         "version": shaped.__version__,
-        "code": code(),
+        "code": code(trained),
         "scale": "training" if trained else scale,
         "tokens": None if trained else lab.tokens,
         "seed": lab.seed,
@@ -86,15 +86,13 @@ def key(id: str, scale: str, lab: Lab) -> dict[str, Any]:
 
 
 @cache
-def code() -> str:
+def code(trained: bool) -> str:
     """A hash of all that computes numbers and claims: what was made by other code, or held against other thresholds, is made anew."""
-    digest = hashlib.sha256()
-    root = Path(shaped.__file__).parent
-    for path in sorted(
-        [*root.glob("*.py"), *(root / "layers").glob("*.py"), *(root / "nn").glob("*.py"), *(root / "figures").glob("*.py")]
-    ):
-        if path.name not in ("cli.py", "report.py", "style.py"):
-            digest.update(path.read_bytes())
+    root, digest = Path(shaped.__file__).parent, hashlib.sha256()
+    for folder in ("figures", "train") if trained else (".", "layers", "nn", "figures"):
+        for path in sorted((root / folder).glob("*.py")):
+            if path.name not in ("cli.py", "report.py", "style.py"):
+                digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

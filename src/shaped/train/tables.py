@@ -7,10 +7,12 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from shaped.train.collection import Trained
 from shaped.train.results import Result
+from shaped.train.settings import Settings
 
 PAPER_TABLE1 = {  # test loss at 100K steps, best gamma: mean and standard deviation
     ("recover", 18): (2.03, 0.01),
@@ -36,13 +38,15 @@ CHOSEN = ("tau0", "gamma_feedforward", "c_minus", "train_gains", "recover_steps"
 CHOSEN += ("warmup", "decay", "gain_lr", "shaping_lr", "embedding_lr", "head_lr", "clip")
 """What is tried to find the best. The rest of the settings (logs, devices, checkpoints) changes no result beyond rounding."""
 
+DEFAULTS = {about.name: about.default for about in fields(Settings)}
+
 
 def table1(results: Iterable[Result]) -> list[dict[str, Any]]:
     """For each schedule and depth, the settings with the least mean test loss, over seeds; the paper's beside it."""
     groups: dict[tuple[str, int, int, str], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
-        task = {name: result.settings.get(name) for name in TASK} | {"width": result.width, "data": result.data}
-        chosen = {"lr": result.lr, "gamma": result.gamma} | {name: result.settings.get(name) for name in CHOSEN}
+        task = _chosen(result.settings, TASK) | {"width": result.width, "data": result.data}
+        chosen = {"lr": result.lr, "gamma": result.gamma} | _chosen(result.settings, CHOSEN)
         groups[result.name, result.depth, result.steps, json.dumps(task, sort_keys=True)][json.dumps(chosen)].append(result)
     rows = []
     for (name, depth, steps, task), tried in sorted(groups.items()):
@@ -92,7 +96,7 @@ def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) ->
     curves = []
     for run in runs:
         seen, settings = [line for line in run.metrics if line["kind"] == "layers"], run.settings
-        recipe = json.dumps([settings.get(name) for name in ("gamma", *CHOSEN)])
+        recipe = json.dumps(_chosen(settings, ("gamma", *CHOSEN)))
         curves += [
             {"name": run.kind, "recipe": recipe, "layer": layer}
             | {name: settings[name] for name in ("lr", "gamma", "seed", "depth")}
@@ -105,3 +109,8 @@ def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) ->
 
 def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def _chosen(settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """A run from before a setting existed had what is its default now."""
+    return {name: settings.get(name, DEFAULTS[name]) for name in names}
