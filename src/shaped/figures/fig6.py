@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TITLE = "The baseline's attention collapses at large learning rates"
 SHOWS = (
     "Mean entropy of the softmax, over rows and heads, of the first and the seventh layer against training steps, for each learning rate: "
-    "Recover above, Pre-LN below."
+    "Recover above, Pre-LN below. A cross ends a run whose loss was no longer finite; the dotted line is what we call collapsed."
 )
 LAYERS, MODELS = (1, 7), ("recover", "preln")
 COLLAPSED, LARGE = 0.5, 1e-3
@@ -37,6 +37,7 @@ def compute(settings: runs.Settings, lab: Lab) -> Result:
     for i, curve in enumerate(curves):
         key = f"{curve['name']}_{curve['layer']}_{curve['lr']:g}_{i}"
         arrays[f"{key}_steps"], arrays[f"{key}_entropy"] = (np.array(curve[name], dtype=float) for name in ("steps", "entropy"))
+        arrays[f"{key}_diverged"] = np.array(curve["diverged"])
     return Result(arrays, claims(curves))
 
 
@@ -73,27 +74,28 @@ def claims(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     from shaped.figures.style import WIDE, steps_of
 
-    figure = Figure(figsize=(WIDE, 4.2), layout="constrained")
+    figure = Figure(figsize=(WIDE, 4.4), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     keys = [name.removesuffix("_steps") for name in arrays if name.endswith("_steps")]
     rates = sorted({float(key.split("_")[2]) for key in keys})
     colours = dict(zip(rates, steps_of(len(rates)), strict=True))
     for row_of, model in zip(panels, MODELS, strict=True):
         for axes, layer in zip(row_of, LAYERS, strict=True):
-            named = set()
             for key in keys:
                 name, its_layer, rate, *_ = key.split("_")
                 if (name, int(its_layer)) == (model, layer):
-                    label = None if rate in named else f"lr {float(rate):g}"
-                    named.add(rate)
-                    axes.plot(arrays[f"{key}_steps"], arrays[f"{key}_entropy"], color=colours[float(rate)], label=label)
+                    steps, entropy, colour = arrays[f"{key}_steps"], arrays[f"{key}_entropy"], colours[float(rate)]
+                    axes.plot(steps, entropy, color=colour)
+                    if arrays[f"{key}_diverged"]:
+                        axes.plot(steps[-1:], entropy[-1:], "x", color=colour, markersize=6, clip_on=False)
             axes.axhline(COLLAPSED, color="0.7", linewidth=0.6, linestyle=":")
             axes.set_title(f"{runs.label(model)}, layer {layer}")
-            if named:
-                axes.legend(loc="best")
+    handles = [Line2D([], [], color=colours[rate], label=f"lr {rate:g}") for rate in rates]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(rates))
     for axes in panels[1]:
         axes.set_xlabel("step")
     for axes in panels[:, 0]:

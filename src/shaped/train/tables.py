@@ -98,7 +98,7 @@ def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) ->
         seen, settings = [line for line in run.metrics if line["kind"] == "layers"], run.settings
         recipe = json.dumps(_chosen(settings, ("gamma", *CHOSEN)))
         curves += [
-            {"name": run.kind, "recipe": recipe, "layer": layer}
+            {"name": run.kind, "recipe": recipe, "layer": layer, "diverged": bool(run.why)}
             | {name: settings[name] for name in ("lr", "gamma", "seed", "depth")}
             | {"steps": [line["step"] for line in seen], "entropy": [line["entropy"][layer - 1] for line in seen]}
             for layer in layers
