@@ -126,7 +126,7 @@ def main() -> None:
         used = ", ".join(f"{memory[name]:.0f}" for name in ("plain", "shaped", "materialised")) if memory else "–"
         table.add_row(str(row["tokens"]), row["mask"], row["pass"], *cells, ratio, compiled, used)
     Console(width=170).print(table)
-    report(out, "python benchmarks/attention.py", {"rows": rows})
+    report(out, {"rows": rows})
 
 
 if __name__ == "__main__":

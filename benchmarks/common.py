@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import statistics
-import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 import shaped
 from shaped.files import write_json
+from shaped.train.results import commit
 
 
 def median_seconds(work: Callable[[], object], *, repeats: int = 7, warmup: int = 1) -> float:
@@ -30,12 +32,8 @@ def median_seconds(work: Callable[[], object], *, repeats: int = 7, warmup: int 
 
 
 def environment() -> dict[str, Any]:
-    try:
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
     return {
-        "commit": commit,
+        "commit": commit(),
         "shaped": shaped.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -44,6 +42,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def report(path: Path, command: str, result: dict[str, Any]) -> None:
+def report(path: Path, result: dict[str, Any]) -> None:
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     write_json(path, {"command": command, "environment": environment()} | result)
     print(f"written: {path}")

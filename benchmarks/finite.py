@@ -102,7 +102,7 @@ def main() -> None:
     table.add_row("attention only, n = 10⁶ / n = 10³", f"{result['attention_only']['ratio']:.2f}", "at most 1.2")
     table.add_row("peak memory, 4096 samples", f"{result['peak_memory_GiB']:.2f} GiB", "at most 2 GiB")
     Console(width=140).print(table)
-    report(out, "python benchmarks/finite.py", result)
+    report(out, result)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def main() -> None:
     for what, seconds in result.get("gpu", {}).items():
         table.add_row(f"GPU, {what}", f"{seconds:.3f}", "")
     Console(width=120).print(table)
-    report(out, "python benchmarks/limit.py", result)
+    report(out, result)
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ def main() -> None:
         table.add_row(name, f"{row['ms']:.2f}", spread, f"{row['tflops']:.0f}", f"{row['share']:.2f}", f"{row['start_s']:.0f}")
     Console(width=140).print(table)
     about = {"size": size.__dict__, "masked": masked, "tflop_a_step": flops / 1e12, "matrix_tflops": ceiling, "attention_us": kernels}
-    report(arguments.out, "python benchmarks/train.py", about | {"models": rows})
+    report(arguments.out, about | {"models": rows})
 
 
 if __name__ == "__main__":

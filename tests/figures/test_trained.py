@@ -67,6 +67,16 @@ def test_tables_and_entropies_of_finished_runs(runs, tmp_path):
     assert all(word in report for word in ("table1", "table2", "fig6", "Pre-LN"))
 
 
+def test_runs_are_told_apart_by_what_was_chosen_for_them():
+    """A repeated seed is no further seed; what only shaped models have does not tell two baselines apart."""
+    again = [RUN, replace(RUN, test_loss=2.01), replace(RUN, seed=1), replace(RUN, settings={"tau0": 0.1}, test_loss=3.0)]
+    (row,) = table1.table1(again)
+    assert (row["seeds"], row["tried"], row["gamma"], row["tau0"]) == (2, 2, 0.1, 1.0)
+    assert row["test_loss"] == pytest.approx((2.01 + 2.05) / 2)
+    (row,) = table1.table1([replace(RUN, model="preln", seed=seed, settings={"tau0": 0.1 * seed}) for seed in (1, 2)])
+    assert (row["seeds"], row["tried"], row["gamma"], row["tau0"]) == (2, 1, None, None)
+
+
 def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
     def value(shaped, preln, seeds=2):
         results = [replace(RUN, test_loss=shaped + 0.001 * seed, seed=seed) for seed in range(seeds)]

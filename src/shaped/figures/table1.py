@@ -83,7 +83,7 @@ def around(value: float, *lines: dict[str, Any]) -> tuple[float, float]:
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from shaped.figures.style import BLACK, BLUE, sheet
 
-    figure, (axes,) = sheet(1, 4.2, 0.9 + 0.28 * len(arrays["name"]))
+    figure, (axes,) = sheet(1, 4.2, 1.1 + 0.28 * len(arrays["name"]))
     at = np.arange(len(arrays["name"]))[::-1]
     spread = np.nan_to_num(arrays["test_loss_std"])
     axes.errorbar(arrays["test_loss"], at, xerr=spread, fmt="o", color=BLUE, markersize=4, capsize=2, label="measured")
@@ -92,5 +92,5 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         f"{name}, $d={d:.0f}$, {steps:.0f} steps" for name, d, steps in zip(arrays["name"], arrays["depth"], arrays["steps"], strict=True)
     ]
     axes.set(yticks=at, yticklabels=labels, xlabel="test loss", ylim=(-0.6, len(at) - 0.4))
-    axes.legend(loc="best")
+    figure.legend(loc="outside upper right", ncols=2)
     return figure

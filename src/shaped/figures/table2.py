@@ -50,7 +50,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from shaped.figures.style import BLACK, BLUE, sheet
 
     names = list(dict.fromkeys(arrays["name"]))
-    figure, panels = sheet(3, height=0.9 + 0.28 * len(names), sharey=True)
+    figure, panels = sheet(3, height=1.2 + 0.28 * len(names), sharey=True)
     for axes, task in zip(panels, TASKS, strict=True):
         here = arrays["task"] == task
         at = np.array([len(names) - 1 - names.index(name) for name in arrays["name"][here]])
@@ -60,5 +60,5 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         axes.set(title={"cola": "CoLA", "mrpc": "MRPC", "rte": "RTE"}[task], ylim=(-0.6, len(names) - 0.4))
         axes.set_xlabel({"cola": "Matthews correlation", "mrpc": "F1", "rte": "accuracy"}[task])
     panels[0].set(yticks=range(len(names)), yticklabels=names[::-1])
-    panels[-1].legend(loc="best")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     return figure

@@ -38,34 +38,29 @@ CHOSEN = ("tau0", "gamma_feedforward", "c_minus", "train_gains", "recover_steps"
 CHOSEN += ("warmup", "decay", "gain_lr", "shaping_lr", "embedding_lr", "head_lr", "clip")
 """What is tried to find the best. The rest of the settings (logs, devices, checkpoints) changes no result beyond rounding."""
 
+OF_SHAPED = ("gamma", "gamma_feedforward", "tau0", "c_minus", "train_gains", "recover_steps", "gain_lr", "shaping_lr")
+"""Those of them that other models than the shaped one do not have."""
 DEFAULTS = {about.name: about.default for about in fields(Settings)}
 
 
 def table1(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """For each schedule and depth, the settings with the least mean test loss, over seeds; the paper's beside it."""
-    groups: dict[tuple[str, int, int, str], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    """For each schedule and depth, the settings with the least mean test loss, over seeds; the paper's beside it.
+
+    Of runs with the same settings and the same seed the last counts.
+    """
+    groups: dict[tuple[str, int, int, str], dict[str, dict[int, Result]]] = defaultdict(lambda: defaultdict(dict))
     for result in results:
         task = _chosen(result.settings, TASK) | {"width": result.width, "data": result.data}
-        chosen = {"lr": result.lr, "gamma": result.gamma} | _chosen(result.settings, CHOSEN)
-        groups[result.name, result.depth, result.steps, json.dumps(task, sort_keys=True)][json.dumps(chosen)].append(result)
+        recipe = json.dumps({"lr": result.lr} | _recipe(result.settings | {"gamma": result.gamma}, result.model))
+        groups[result.name, result.depth, result.steps, json.dumps(task, sort_keys=True)][recipe][result.seed] = result
     rows = []
     for (name, depth, steps, task), tried in sorted(groups.items()):
-        best = min(tried.values(), key=lambda found: statistics.fmean(run.test_loss for run in found))
-        lr, gamma, tau0 = best[0].lr, best[0].gamma, best[0].settings.get("tau0")
+        best = min(([*seeds.values()] for seeds in tried.values()), key=lambda found: statistics.fmean(run.test_loss for run in found))
         train, test = ([getattr(run, kind) for run in best] for kind in ("train_loss", "test_loss"))
-        paper = PAPER_TABLE1.get((name, depth))
+        paper, recipe = PAPER_TABLE1.get((name, depth)), _recipe(best[0].settings | {"gamma": best[0].gamma}, best[0].model)
         rows.append(
-            {
-                "name": name,
-                "depth": depth,
-                "steps": steps,
-                "lr": lr,
-                "gamma": gamma,
-                "tau0": tau0,
-                "seeds": len(best),
-                "tried": len(tried),
-                "task": task,
-            }
+            {"name": name, "depth": depth, "steps": steps, "lr": best[0].lr, "gamma": recipe.get("gamma"), "tau0": recipe.get("tau0")}
+            | {"seeds": len(best), "tried": len(tried), "task": task}
             | {"train_loss": statistics.fmean(train), "test_loss": statistics.fmean(test), "test_loss_std": spread(test)}
             | {"paper": None if paper is None else paper[0], "paper_std": None if paper is None else paper[1]}
         )
@@ -96,7 +91,7 @@ def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) ->
     curves = []
     for run in runs:
         seen, settings = [line for line in run.metrics if line["kind"] == "layers"], run.settings
-        recipe = json.dumps(_chosen(settings, ("gamma", *CHOSEN)))
+        recipe = json.dumps(_recipe(settings, settings["model"]))
         curves += [
             {"name": run.kind, "recipe": recipe, "layer": layer, "diverged": bool(run.why)}
             | {name: settings[name] for name in ("lr", "gamma", "seed", "depth")}
@@ -109,6 +104,11 @@ def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) ->
 
 def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def _recipe(settings: dict[str, Any], model: str) -> dict[str, Any]:
+    """What is chosen for a model, but its learning rate."""
+    return _chosen(settings, [name for name in ("gamma", *CHOSEN) if model == "shaped" or name not in OF_SHAPED])
 
 
 def _chosen(settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
