@@ -11,6 +11,7 @@ import numpy as np
 from shaped.figures import runs
 from shaped.figures.claims import row, student
 from shaped.figures.lab import Lab, Result
+from shaped.train.collection import Trained
 from shaped.train.tables import table1
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 TITLE = "Shaped Transformers train as well as Pre-LN"
 SHOWS = (
-    "Loss of masked language modelling on the test text after pre-training, for each kind of model at its best learning rate and γ. "
-    "Dots: mean over seeds with its standard deviation; crosses: the paper's, on other text after 100,000 steps: only their order compares."
+    "Loss of masked language modelling on the test text, for each kind of model at its best learning rate and γ. "
+    "Left: during the longest pre-training, every run of it. Right: after pre-training; dots: mean over seeds with its standard deviation; "
+    "crosses: the paper's, on other text after 100,000 steps: only their order compares."
 )
 WITHIN = 0.02
 """By how much the best shaped model may be above Pre-LN: about the paper's own standard deviations in this table."""
@@ -47,11 +49,23 @@ COLUMNS = {
 
 
 def compute(settings: runs.Settings, lab: Lab) -> Result:
-    found = runs.read(settings, "results of finished runs of `shaped pretrain`", lambda run: run.result is not None)
+    found = runs.read(settings, "results of `shaped pretrain`", lambda run: run.metrics or run.result is not None)
     rows = table1(run.result for run in found if run.result is not None)
+    if not rows:
+        raise ValueError(f"runs must have been finished by `shaped pretrain`, got none that was in {', '.join(settings.runs)}")
     table = runs.table(rows, COLUMNS)
     numbers = {name: runs.numbers(rows, name) for name in ("depth", "steps", "test_loss", "test_loss_std", "paper")}
-    return Result(numbers | {"name": np.array([runs.label(line["name"]) for line in rows])}, claims(rows), table)
+    return Result(numbers | curves(found) | {"name": np.array([runs.label(line["name"]) for line in rows])}, claims(rows), table)
+
+
+def curves(found: list[Trained]) -> dict[str, np.ndarray]:
+    """The test losses of the runs with the most steps, finished or not."""
+    longest = max(run.settings["steps"] for run in found)
+    arrays = {}
+    for i, run in enumerate(run for run in found if run.settings["steps"] == longest):
+        lines = [line for line in run.metrics if line["kind"] == "test"]
+        arrays[f"curve_{run.kind}_{i}"] = np.array([[line["step"], line["loss"]] for line in lines], dtype=float).reshape(-1, 2)
+    return arrays
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,16 +95,25 @@ def around(value: float, *lines: dict[str, Any]) -> tuple[float, float]:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.style import BLACK, BLUE, sheet
+    from shaped.figures.style import BLACK, BLUE, COLOURS, GREY, ORANGE, sheet
 
-    figure, (axes,) = sheet(1, 4.2, 1.1 + 0.28 * len(arrays["name"]))
+    figure, (left, right) = sheet(2, height=max(2.5, 1.1 + 0.28 * len(arrays["name"])))
+    colours = COLOURS | {"recover": BLUE, "learn": ORANGE}
+    named = set()
+    for key in (key for key in arrays if key.startswith("curve_")):
+        kind = key.split("_")[1]
+        label = None if kind in named else runs.label(kind)
+        left.plot(*arrays[key].T, ".-", color=colours.get(kind, GREY), markersize=3, label=label)
+        named.add(kind)
+    left.set(xlabel="step", ylabel="test loss")
+    left.legend(loc="best")
     at = np.arange(len(arrays["name"]))[::-1]
     spread = np.nan_to_num(arrays["test_loss_std"])
-    axes.errorbar(arrays["test_loss"], at, xerr=spread, fmt="o", color=BLUE, markersize=4, capsize=2, label="measured")
-    axes.plot(arrays["paper"], at, "x", color=BLACK, markersize=5, label="paper")
+    right.errorbar(arrays["test_loss"], at, xerr=spread, fmt="o", color=BLUE, markersize=4, capsize=2, label="measured")
+    right.plot(arrays["paper"], at, "x", color=BLACK, markersize=5, label="paper")
     labels = [
         f"{name}, $d={d:.0f}$, {steps:.0f} steps" for name, d, steps in zip(arrays["name"], arrays["depth"], arrays["steps"], strict=True)
     ]
-    axes.set(yticks=at, yticklabels=labels, xlabel="test loss", ylim=(-0.6, len(at) - 0.4))
-    figure.legend(loc="outside upper right", ncols=2)
+    right.set(yticks=at, yticklabels=labels, xlabel="test loss", ylim=(-0.6, len(at) - 0.4))
+    figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=2)
     return figure
