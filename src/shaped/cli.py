@@ -279,12 +279,11 @@ def collect(
 ) -> None:
     """Put runs into one file, with their settings, metrics and GLUE scores; `shaped reproduce --runs` reads it."""
     from shaped.train import collection
-    from shaped.train.results import commit
 
     found = collection.trained(runs)
     if not found:
         raise ValueError(f"runs must have been begun by `shaped pretrain`, got none in {', '.join(map(str, runs))}")
-    collection.collect(found, out, commit=commit())
+    collection.collect(found, out)
     print(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
     print("written:", out)
 

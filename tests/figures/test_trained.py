@@ -7,6 +7,7 @@ import pytest
 
 from refusals import refused
 from shaped.figures import fig6, reproduce, table1
+from shaped.train.collection import collect, trained
 from shaped.train.results import Result
 from shaped.train.settings import Settings
 
@@ -68,13 +69,32 @@ def test_tables_and_entropies_of_finished_runs(runs, tmp_path):
 
 
 def test_runs_are_told_apart_by_what_was_chosen_for_them():
-    """A repeated seed is no further seed; what only shaped models have does not tell two baselines apart."""
-    again = [RUN, replace(RUN, test_loss=2.01), replace(RUN, seed=1), replace(RUN, settings={"tau0": 0.1}, test_loss=3.0)]
-    (row,) = table1.table1(again)
-    assert (row["seeds"], row["tried"], row["gamma"], row["tau0"]) == (2, 2, 0.1, 1.0)
-    assert row["test_loss"] == pytest.approx((2.01 + 2.05) / 2)
-    (row,) = table1.table1([replace(RUN, model="preln", seed=seed, settings={"tau0": 0.1 * seed}) for seed in (1, 2)])
-    assert (row["seeds"], row["tried"], row["gamma"], row["tau0"]) == (2, 1, None, None)
+    """A repeated seed is no further seed; what a model does not use, or takes by default, does not tell two of its runs apart."""
+    again = [RUN, replace(RUN, test_loss=2.01), replace(RUN, seed=1, test_loss=2.03), replace(RUN, settings={"tau0": 0.1}, test_loss=3.0)]
+    for order in (again, again[::-1]):
+        (row,) = table1.table1(order)
+        assert (row["seeds"], row["tried"], row["gamma"], row["tau0"]) == (2, 2, 0.1, 1.0)
+        assert row["test_loss"] == pytest.approx(((2.05 + 2.01) / 2 + 2.03) / 2)
+    for model, schedule, name, values in (
+        ("preln", "recover", "tau0", (0.1, 0.2)),
+        ("shaped", "learn", "recover_steps", (100, 200)),
+        ("shaped", "recover", "shaping_lr", (1.0, 10.0)),
+        ("shaped", "recover", "gamma_feedforward", (None, 0.1)),
+        ("shaped", "recover", "hidden", (None, 3072)),
+    ):
+        runs = [replace(RUN, model=model, schedule=schedule, seed=i, settings={name: value}) for i, value in enumerate(values)]
+        (row,) = table1.table1(runs)
+        assert (row["seeds"], row["tried"]) == (2, 1), name
+    assert (row["gamma"], row["tau0"]) == (0.1, 1.0)
+    (row,) = table1.table1([replace(RUN, model="preln")])
+    assert (row["gamma"], row["tau0"]) == (None, None)
+
+
+def test_other_texts_are_other_claims():
+    runs = [replace(RUN, model=model, data={"train": text}) for model in ("shaped", "preln") for text in ("a", "b")]
+    ids = [row["id"] for row in table1.claims(table1.table1(runs))]
+    assert len(set(ids)) == 2
+    assert all(id.startswith("table1.d18.s100.") for id in ids)
 
 
 def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
@@ -114,6 +134,32 @@ def test_one_file_of_runs_is_as_good_as_their_folders(runs, tmp_path, monkeypatc
         made = [json.loads((out / f"{id}.json").read_text()) for id in ("table1", "table2", "fig6")]
         pages.append([(page["claims"], page.get("table")) for page in made])
     assert pages[0] == pages[1]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_places(runs, tmp_path):
+    """In one file they have metrics of their own."""
+    for place in ("one", "two"):
+        write(tmp_path / place / "deep" / "a0", RUN, entropy={"one": 2.0, "two": 3.0}[place])
+    found = trained([tmp_path / "one", tmp_path / "two", runs / "c0"])
+    assert [run.name for run in found] == ["one/deep/a0", "two/deep/a0", "c0"]
+    collect(found, tmp_path / "all.json")
+    again = trained([tmp_path / "all.json"])
+    assert [(run.name, run.metrics[-1]["entropy"][0]) for run in again] == [("one/deep/a0", 2.0), ("two/deep/a0", 3.0), ("c0", 0.1)]
+    with refused("runs", "one/deep/a0 2 times"):
+        trained([tmp_path / "one", tmp_path / "one"])
+    with refused("out", ".json", "all.jsonl"):
+        collect(found, tmp_path / "all.jsonl")
+    (tmp_path / "all.jsonl").unlink()
+    with refused("runs", "all.jsonl", "not there"):
+        trained([tmp_path / "all.json"])
+
+
+def test_a_run_that_diverged_ends_with_a_cross(tmp_path):
+    for why in ("", "the loss of step 7 is not finite"):
+        curve = {"name": "recover", "recipe": "", "lr": 1e-3, "layer": 1, "steps": [1, 2], "entropy": [2.0, 1.0], "diverged": bool(why)}
+        arrays = fig6.arrays_of([curve])
+        marks = [line.get_marker() for line in fig6.draw({}, arrays).axes[0].lines]
+        assert ("x" in marks) == bool(why)
 
 
 def test_the_entropies_are_those_of_the_recipe_with_most_learning_rates():

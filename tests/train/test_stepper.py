@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from refusals import refused
 from shaped.hf import ShapedConfig, ShapedForMaskedLM, ShapedForSequenceClassification
 from shaped.train.batches import Batches
 from shaped.train.losses import ClassifierLoss, MaskedLoss
@@ -211,22 +212,51 @@ def test_what_cannot_be_a_graph_is_launched_and_said(monkeypatch: pytest.MonkeyP
     assert said == ["no CUDA graph, steps are launched one by one: this compiler knows nothing"]
 
 
-@pytest.mark.parametrize("width", [16, 12], ids=["one product", "three products"])
-def test_gradients_written_in_place_are_those_of_autograd(width: int):
-    """Weights of 12 x 12 entries do not follow each other in memory without gaps, so they stay three products."""
-    made = model(hidden_size=width, schedule="learn")
+GRADIENTS = {
+    "one product": {"schedule": "learn"},
+    "three products": {"schedule": "learn", "hidden_size": 12},  # 12 x 12 entries do not follow each other in memory without gaps
+    "tied": {"tie_word_embeddings": True},
+    "gains not trained": {"train_gains": False},
+    "preln": {"block": "preln"},
+}
+
+
+def agree(found: dict[str, torch.Tensor], reference: torch.nn.Module, loss: torch.Tensor) -> None:
+    parameters = dict(reference.named_parameters())
+    assert found.keys() == parameters.keys()
+    for name, gradient in zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True):
+        assert (found[name] - gradient).abs().max() < 1e-6 * max(1.0, float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("config", GRADIENTS.values(), ids=GRADIENTS.keys())
+def test_gradients_written_in_place_are_those_of_autograd(config: dict[str, Any]):
+    made = model(**config)
     reference = copy.deepcopy(made)
     stepper = Stepper(made, MaskedLoss, How(CPU))
     twin: Any = stepper.twin
-    assert (twin.model.layers[0].block.attention.together is None) == (width == 12)
+    assert (twin.model.layers[0].block.attention.together is None) == (config.get("hidden_size") == 12)
     chunk = batches().chunk(0, 1)
     stepper.run(chunk, plan(made))
-    parameters = dict(reference.named_parameters())
-    expected = torch.autograd.grad(MaskedLoss(reference)(*(tensor[0] for tensor in chunk)), list(parameters.values()))
-    found = stepper.gradients()
-    assert found.keys() == parameters.keys()
-    for name, gradient in zip(parameters, expected, strict=True):
-        assert (found[name] - gradient).abs().max() < 1e-6 * max(1.0, float(gradient.abs().max())), name
+    agree(stepper.gradients(), reference, MaskedLoss(reference)(*(tensor[0] for tensor in chunk)))
+
+
+def test_gradients_of_a_classifier_and_of_weights_used_twice():
+    """What is used in two places gets the sum of both, which autograd makes."""
+    made = model(ShapedForSequenceClassification, num_labels=2)
+    made.model.layers[1].block.feedforward = made.model.layers[0].block.feedforward
+    made.model.layers[2].block.attention.output.weight = made.model.layers[0].block.attention.output.weight
+    reference = copy.deepcopy(made)
+    stepper = Stepper(made, ClassifierLoss, How(CPU))
+    ids = torch.randint(5, 50, (4, 12), generator=torch.Generator().manual_seed(1))
+    batch = ids, torch.arange(12) < torch.tensor([[12], [5], [9], [2]]), torch.tensor([0, 1, 1, 0])
+    agree(stepper.gradients_of(batch), reference, ClassifierLoss(reference)(*batch))
+
+
+def test_frozen_parameters_are_refused():
+    made = model()
+    made.head.weight.requires_grad_(False)
+    with refused("model", "head.weight", "frozen"):
+        Stepper(made, MaskedLoss, How(CPU))
 
 
 @pytest.mark.parametrize("block", ["shaped", "preln", "postln"])
@@ -234,7 +264,15 @@ def test_a_stream_in_bfloat16_follows_float32(block: str):
     losses = []
     for stream in (torch.float32, torch.bfloat16):
         made = model(block=block)
-        losses.append(Stepper(made, MaskedLoss, How(CPU, half=True, stream=stream)).run(batches().chunk(0, 16), plan(made, lr=3e-3)))
+        stepper, seen = Stepper(made, MaskedLoss, How(CPU, half=True, stream=stream)), []
+
+        def look(module: Any, given: Any, tokens: Any, seen: list[torch.dtype] = seen) -> None:
+            seen.extend([given[0].dtype, tokens.dtype])
+
+        for layer in stepper.twin.get_submodule("model.layers").children():
+            layer.get_submodule("block").register_forward_hook(look)
+        losses.append(stepper.run(batches().chunk(0, 16), plan(made, lr=3e-3)))
+        assert set(seen) == {stream}
     assert losses[1] == pytest.approx(losses[0], rel=2**-6)
     assert losses[1] != losses[0]
 

@@ -33,12 +33,16 @@ def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
 def compute(settings: runs.Settings, lab: Lab) -> Result:
     found = runs.read(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and run.metrics)
     curves = grid(entropy_curves(found, LAYERS))
+    return Result(arrays_of(curves), claims(curves))
+
+
+def arrays_of(curves: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for i, curve in enumerate(curves):
         key = f"{curve['name']}_{curve['layer']}_{curve['lr']:g}_{i}"
         arrays[f"{key}_steps"], arrays[f"{key}_entropy"] = (np.array(curve[name], dtype=float) for name in ("steps", "entropy"))
         arrays[f"{key}_diverged"] = np.array(curve["diverged"])
-    return Result(arrays, claims(curves))
+    return arrays
 
 
 def grid(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,16 @@ def fits(qkv: Tensor, heads: int) -> bool:
     if fused.exporting() or torch._C._are_functorch_transforms_active():
         return False
     m, D = qkv.shape[1], qkv.shape[2] // (3 * heads)
-    return 0 < m <= LONGEST and D <= LONGEST and qkv.shape[0] > 0 and _wanted(qkv.device.index)
+    return 0 < m <= LONGEST and D <= LONGEST and qkv.shape[0] > 0 and _wanted(qkv.device.index, shared_memory(m, D))
+
+
+def shared_memory(m: int, D: int) -> int:
+    """Bytes that the backward kernel takes of what the threads of a block share, at most: four tiles and a matrix, in half precision.
+
+    Read off the compiled kernels of compute capability 8.0 to 12.0; at 128 tokens of 96 features, consumer GPUs have not enough.
+    """
+    M, E = (max(16, 1 << (size - 1).bit_length()) for size in (m, D))
+    return 2 * (4 * M * E + M * max(M, E)) + 1024
 
 
 def attention(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float) -> Tensor:
@@ -80,8 +89,9 @@ forward_op.register_autograd(_gradients, setup_context=_keep)
 
 
 @torch.compiler.assume_constant_result
-def _wanted(device: int | None) -> bool:
-    """Not where the user has asked for one of PyTorch's own kernels (`torch.nn.attention.sdpa_kernel`)."""
-    stock = torch.backends.cuda
+def _wanted(device: int | None, shared: int) -> bool:
+    """Not on a GPU with less shared memory, nor where the user has asked for one of PyTorch's own kernels
+    (`torch.nn.attention.sdpa_kernel`)."""
+    stock, about = torch.backends.cuda, torch.cuda.get_device_properties(device)
     free = stock.flash_sdp_enabled() and stock.cudnn_sdp_enabled() and stock.mem_efficient_sdp_enabled()
-    return free and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
+    return free and torch.version.hip is None and about.major >= 8 and about.shared_memory_per_block_optin >= shared

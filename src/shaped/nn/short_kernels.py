@@ -108,4 +108,4 @@ def backward(
 def _sizes(qkv: Tensor, heads: int) -> tuple[int, int, int, tuple[int, int]]:
     batch, m, width = qkv.shape
     D = width // (3 * heads)
-    return batch, m, D, (max(16, triton.next_power_of_2(m)), max(16, triton.next_power_of_2(D)))
+    return batch, m, D, (max(16, triton.next_power_of_2(m)), max(16, triton.next_power_of_2(D)))  # as `short.shared_memory` has it

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Trained:
     result: Result | None = None
     glue: dict[str, dict[str, Any]] = field(default_factory=dict)
     why: str = ""
-    """Why it has not been finished, if that is known."""
+    """Why it diverged, if it did."""
 
     @property
     def kind(self) -> str:
@@ -34,15 +35,23 @@ class Trained:
 
 
 def trained(places: Iterable[Path]) -> list[Trained]:
-    """The runs in these folders, in the folders in them, and in these files."""
-    found: list[Trained] = []
+    """The runs in these folders, however deep, and in these files. Where names are not enough to tell them apart, with their place's."""
+    found: list[tuple[str, Trained]] = []
     for place in places:
         if place.is_file():
-            found += from_file(place)
+            found += [(place.stem, run) for run in from_file(place)]
         else:
-            paths = {path.parent for name in ("result.json", "settings.toml") for where in ("", "*/") for path in place.glob(where + name)}
-            found += [from_folder(path) for path in sorted(paths)]
-    return found
+            folders = {path.parent for name in ("result.json", "settings.toml") for path in place.rglob(name)}
+            for folder in sorted(folders):
+                inside = folder.resolve() if folder == place else folder.relative_to(place)
+                run = from_folder(folder)
+                found.append((place.resolve().name, replace(run, name=inside.name if folder == place else inside.as_posix())))
+    counts = Counter(run.name for _, run in found)
+    named = [replace(run, name=f"{place}/{run.name}") if counts[run.name] > 1 else run for place, run in found]
+    for name, count in Counter(run.name for run in named).items():
+        if count > 1:
+            raise ValueError(f"runs must be told apart by their names, got {name} {count} times")
+    return named
 
 
 def from_folder(folder: Path, planned: Settings | None = None, why: str = "") -> Trained:
@@ -62,8 +71,11 @@ def from_file(path: Path) -> list[Trained]:
     """From what `collect` wrote."""
     try:
         about = json.loads(path.read_text())
+        log = path.parent / about["log"]
+        if not log.exists():
+            raise ValueError(f"its metrics, {log}, are not there")
         lines: dict[str, list[dict[str, Any]]] = {}
-        for line in read(path.parent / about["log"]) if "log" in about else ():
+        for line in read(log):
             lines.setdefault(line["run"], []).append(line)
         found = []
         for row in about["runs"]:
@@ -71,16 +83,19 @@ def from_file(path: Path) -> list[Trained]:
             result = Result(**{key: value for key, value in row.items() if key not in ("name", "glue")})
             found.append(Trained(name, result.settings | _main(row), lines.get(name, []), result, glue))
         for row in about.get("unfinished", []):
-            found.append(Trained(row["name"], row["settings"], lines.get(row["name"], []), why=row["why"]))
+            found.append(Trained(row["name"], row["settings"] | _main(row["settings"]), lines.get(row["name"], []), why=row["why"]))
+        if len({run.name for run in found}) < len(found):
+            raise ValueError("a name is there twice")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"runs must be folders, or files that `shaped collect` made, got {path}: {type(error).__name__}, {error}"
-        ) from None
+        words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}, {error}"
+        raise ValueError(f"runs must be folders, or files that `shaped collect` made, got {path}: {words}") from None
     return found
 
 
 def collect(runs: Sequence[Trained], out: Path, **about: Any) -> dict[str, Any]:
     """One file with all runs, and one of the same name, ending in .jsonl, with all their metrics; as docs/results keeps them."""
+    if out.suffix != ".json":
+        raise ValueError(f"out must end in .json, since the metrics go to a file that ends in .jsonl, got {out}")
     log = out.with_suffix(".jsonl")
     finished = [run for run in runs if run.result is not None]
     summary = about | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ product.register_autograd(_gradients, setup_context=_keep)
 
 
 class Product(nn.Module):
-    """x W' like `Matrix`, in the precision of W."""
+    """x W' like `Matrix`, in the precision of W. A backward pass overwrites the gradient, it does not add to it: one use a pass."""
 
     gradient: Tensor
 
@@ -57,19 +58,22 @@ class Product(nn.Module):
 def put_products(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> set[str]:
     """Replaces the matrices of a model whose weights and gradients are given by name, and says which those were.
 
-    Queries, keys and values become one product where their weights follow each other in memory.
+    Weights that are used in several places are left to autograd. Queries, keys and values become one product where their weights follow
+    each other in memory.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Matrix) and f"{name}.weight" in weights}
-    for name in found:
+    places = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Matrix)]
+    uses = Counter(id(module.weight) for _, module in places)
+    found = {f"{name}.weight": name for name, module in places if uses[id(module.weight)] == 1 and f"{name}.weight" in weights}
+    for weight, name in found.items():
         path, _, last = name.rpartition(".")
-        setattr(model.get_submodule(path), last, Product(weights[f"{name}.weight"], gradients[f"{name}.weight"]))
+        setattr(model.get_submodule(path), last, Product(weights[weight], gradients[weight]))
     for name, module in model.named_modules():
         parts = [f"{name}.{part}.weight" for part in ("query", "key", "value")]
-        if isinstance(module, ShapedSelfAttention) and all(part in weights for part in parts):
+        if isinstance(module, ShapedSelfAttention) and all(part in found for part in parts):
             weight, gradient = (_joined([tensors[part] for part in parts]) for tensors in (weights, gradients))
             if weight is not None and gradient is not None:
                 module.join(Product(weight, gradient))
-    return {f"{name}.weight" for name in found}
+    return set(found)
 
 
 def _joined(matrices: list[Tensor]) -> Tensor | None:

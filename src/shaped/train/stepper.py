@@ -88,6 +88,9 @@ class Stepper:
     def __init__(self, model: nn.Module, loss: Callable[[Any, str, torch.dtype], Loss], how: How, say: Say = print):
         self.how, self.say = how, say
         self._world = dist.get_world_size() if dist.is_initialized() else 1
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        if frozen:
+            raise ValueError(f"model must have no frozen parameters, got {frozen[0]}, whose requires_grad is False")
         _choose_attention(how.attention)
         self.vectors = vectors(model, how.half, how.device)
         self.kinds = [vector.kind for vector in self.vectors]
@@ -125,6 +128,15 @@ class Stepper:
     def gradients(self) -> dict[str, Tensor]:
         """Those of the last step."""
         return {name: view for vector in self.vectors for name, view in vector.views(vector.gradients).items()}
+
+    def gradients_of(self, batch: Batch) -> dict[str, Tensor]:
+        """Those of one batch, without a compiler. No step is taken."""
+        compiled, self.loss = self.loss, self.eager_loss
+        try:
+            self._differentiated(batch)
+        finally:
+            self.loss = compiled
+        return self.gradients()
 
     @property
     def step(self) -> int:

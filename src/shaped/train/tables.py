@@ -32,36 +32,41 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 }
 
 
-TASK = ("heads", "hidden", "batch", "mask_share")
-"""Beside depth, width, steps and data, what must be the same for two losses to be compared."""
-CHOSEN = ("tau0", "gamma_feedforward", "c_minus", "train_gains", "recover_steps", "embedding_norm", "embedding_std", "head_std", "tied")
-CHOSEN += ("warmup", "decay", "gain_lr", "shaping_lr", "embedding_lr", "head_lr", "clip")
-"""What is tried to find the best. The rest of the settings (logs, devices, checkpoints) changes no result beyond rounding."""
-
-OF_SHAPED = ("gamma", "gamma_feedforward", "tau0", "c_minus", "train_gains", "recover_steps", "gain_lr", "shaping_lr")
-"""Those of them that other models than the shaped one do not have."""
-DEFAULTS = {about.name: about.default for about in fields(Settings)}
+CHOSEN = ("gamma", "gamma_feedforward", "tau0", "c_minus", "train_gains", "gain_lr", "recover_steps", "shaping_lr")
+CHOSEN += ("embedding_norm", "embedding_std", "head_std", "tied", "warmup", "decay", "embedding_lr", "head_lr", "clip")
+"""What is tried to find the best, beside the learning rate. The rest of the settings (logs, devices, checkpoints) changes no result beyond
+rounding."""
+OF_SHAPED, OF_RECOVER, OF_LEARN = CHOSEN[:8], ("recover_steps",), ("shaping_lr",)
+LOSSES = ("train_loss", "test_loss")
+DEFAULTS: dict[str, Any] = {about.name: about.default for about in fields(Settings)}
 
 
 def table1(results: Iterable[Result]) -> list[dict[str, Any]]:
     """For each schedule and depth, the settings with the least mean test loss, over seeds; the paper's beside it.
 
-    Of runs with the same settings and the same seed the last counts.
+    Runs with the same settings and the same seed count as one, with their mean.
     """
-    groups: dict[tuple[str, int, int, str], dict[str, dict[int, Result]]] = defaultdict(lambda: defaultdict(dict))
+    groups: dict[tuple[str, int, int, str], dict[str, dict[int, list[Result]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     for result in results:
-        task = _chosen(result.settings, TASK) | {"width": result.width, "data": result.data}
-        recipe = json.dumps({"lr": result.lr} | _recipe(result.settings | {"gamma": result.gamma}, result.model))
-        groups[result.name, result.depth, result.steps, json.dumps(task, sort_keys=True)][recipe][result.seed] = result
+        settings = result.settings | {name: getattr(result, name) for name in ("model", "schedule", "width", "gamma")}
+        task = json.dumps(_task(settings) | {"data": result.data}, sort_keys=True)
+        recipe = json.dumps({"lr": result.lr} | _recipe(settings))
+        groups[result.name, result.depth, result.steps, task][recipe][result.seed].append(result)
     rows = []
     for (name, depth, steps, task), tried in sorted(groups.items()):
-        best = min(([*seeds.values()] for seeds in tried.values()), key=lambda found: statistics.fmean(run.test_loss for run in found))
-        train, test = ([getattr(run, kind) for run in best] for kind in ("train_loss", "test_loss"))
-        paper, recipe = PAPER_TABLE1.get((name, depth)), _recipe(best[0].settings | {"gamma": best[0].gamma}, best[0].model)
+        losses = {
+            recipe: {kind: [statistics.fmean(getattr(run, kind) for run in runs) for runs in seeds.values()] for kind in LOSSES}
+            for recipe, seeds in tried.items()
+        }
+        best = min(losses, key=lambda recipe: statistics.fmean(losses[recipe]["test_loss"]))
+        chosen, paper = json.loads(best), PAPER_TABLE1.get((name, depth))
         rows.append(
-            {"name": name, "depth": depth, "steps": steps, "lr": best[0].lr, "gamma": recipe.get("gamma"), "tau0": recipe.get("tau0")}
-            | {"seeds": len(best), "tried": len(tried), "task": task}
-            | {"train_loss": statistics.fmean(train), "test_loss": statistics.fmean(test), "test_loss_std": spread(test)}
+            {"name": name, "depth": depth, "steps": steps, "lr": chosen["lr"], "gamma": chosen.get("gamma"), "tau0": chosen.get("tau0")}
+            | {"seeds": len(tried[best]), "tried": len(tried), "task": task}
+            | {kind: statistics.fmean(losses[best][kind]) for kind in LOSSES}
+            | {"test_loss_std": spread(losses[best]["test_loss"])}
             | {"paper": None if paper is None else paper[0], "paper_std": None if paper is None else paper[1]}
         )
     return rows
@@ -90,8 +95,8 @@ def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) ->
     """
     curves = []
     for run in runs:
-        seen, settings = [line for line in run.metrics if line["kind"] == "layers"], run.settings
-        recipe = json.dumps(_recipe(settings, settings["model"]))
+        seen = [line for line in run.metrics if line["kind"] == "layers" and None not in line["entropy"]]
+        settings, recipe = run.settings, json.dumps(_recipe(run.settings))
         curves += [
             {"name": run.kind, "recipe": recipe, "layer": layer, "diverged": bool(run.why)}
             | {name: settings[name] for name in ("lr", "gamma", "seed", "depth")}
@@ -106,11 +111,21 @@ def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def _recipe(settings: dict[str, Any], model: str) -> dict[str, Any]:
-    """What is chosen for a model, but its learning rate."""
-    return _chosen(settings, [name for name in ("gamma", *CHOSEN) if model == "shaped" or name not in OF_SHAPED])
+def _task(settings: dict[str, Any]) -> dict[str, Any]:
+    """Beside depth, steps and text, what must be the same for two losses to be compared."""
+    given = DEFAULTS | settings
+    return {name: given[name] for name in ("width", "heads", "batch", "mask_share")} | {"hidden": given["hidden"] or 4 * given["width"]}
 
 
-def _chosen(settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """A run from before a setting existed had what is its default now."""
-    return {name: settings.get(name, DEFAULTS[name]) for name in names}
+def _recipe(settings: dict[str, Any]) -> dict[str, Any]:
+    """What was chosen for a model, but its learning rate: what it makes use of, as it takes it.
+
+    A run from before a setting existed had what is its default now.
+    """
+    given, of_shaped = DEFAULTS | settings, settings["model"] == "shaped"
+    if given["gamma_feedforward"] is None:
+        given["gamma_feedforward"] = given["gamma"]
+    unused = () if of_shaped else OF_SHAPED
+    unused += () if of_shaped and given["schedule"] == "recover" else OF_RECOVER
+    unused += () if of_shaped and given["schedule"] == "learn" else OF_LEARN
+    return {name: given[name] for name in CHOSEN if name not in unused}
