@@ -202,7 +202,8 @@ def prepare(
     needs("tokenizers", "transformers")
     from shaped.train import data
 
-    made = data.prepare(text, out, valid=valid, vocab=vocab, length=length, valid_share=valid_share, cased=cased, tokens=tokens)
+    how: dict[str, Any] = {"vocab": vocab, "length": length, "valid_share": valid_share, "cased": cased, "tokens": tokens}
+    made = data.prepare(text, out, valid=valid, say=complaint, **how)
     for part in ("train", "valid"):
         about = made.facts[part]
         cut = ", stopped at the limit: the rest is left out" if about["stopped_at_limit"] else ""
