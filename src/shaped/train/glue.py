@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shaped.files import write_json
 from shaped.train.losses import ClassifierLoss
 from shaped.train.pretrain import Diverged, Steppers, run_folder, shared
 from shaped.train.results import Result, commit
+from shaped.train.settings import check, like, option
 from shaped.train.stepper import How, Plan, Say, Stepper
 
 Example = tuple[str, str | None, int]
@@ -50,28 +51,27 @@ TASKS = {
 class GlueSettings:
     """The paper's protocol; `warmup` is a share of the steps."""
 
-    task: str
-    epochs: int = 5
-    lr: float = 5e-4
-    batch: int = 16
-    warmup: float = 0.0
-    seeds: tuple[int, ...] = (0, 1, 2)
-    clip: float = 0.0
-    device: str = "auto"
-    precision: str = "auto"
-    stream: str = "bf16"
-    compile: str = "auto"
-    graph: str = "auto"
-    attention: str = "auto"
+    task: str = option(MISSING, "Task.", choices=tuple(TASKS))
+    epochs: int = option(5, "Epochs.", least=1)
+    lr: float = option(5e-4, "Learning rate.", low=0.0)
+    batch: int = option(16, "Examples of a step.", least=1)
+    warmup: float = option(0.0, "Share of the steps in which the learning rate grows.", low=0.0)
+    seeds: tuple[int, ...] = option((0, 1, 2), "Seeds of the head and of the order of the examples.")
+    clip: float = like("clip")
+    device: str = like("device")
+    precision: str = like("precision")
+    stream: str = like("stream")
+    compile: str = like("compile")
+    graph: str = like("graph")
+    attention: str = like("attention")
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
-        for name in ("epochs", "batch"):
-            whole_number(name, getattr(self, name))
+        check(self)
         positive("lr", self.lr)
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds must be at least one, none negative and none twice, got {', '.join(map(str, self.seeds)) or 'none'}")
+        for seed in self.seeds:
+            whole_number("seeds", seed, least=0, most=(1 << 63) - 1)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be at least one and none twice, got {', '.join(map(str, self.seeds)) or 'none'}")
         in_range("warmup", self.warmup, 0.0, 1.0)
 
 
