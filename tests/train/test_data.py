@@ -207,6 +207,10 @@ def test_damaged_data_is_refused(prepared: Path, tmp_path: Path):
     (tmp_path / "train.bin").write_bytes(content[:-5])
     with refused("train.bin", str(len(content)), str(len(content) - 5)):
         data.load(tmp_path).rows("train")
+    content[1001] = 0xFF
+    (tmp_path / "train.bin").write_bytes(content)
+    with refused("train.bin", "below vocab", "6"):
+        data.load(tmp_path).rows("train")
     (tmp_path / "train.bin").unlink()
     with refused("train.bin", "got 0"):
         data.load(tmp_path).rows("train")
@@ -265,7 +269,7 @@ def test_a_folder_in_which_another_works_is_refused(text: Path, tmp_path: Path):
 
 
 FACTS = ("vocab", "length", "dtype", "special", "train", "valid")
-WRONG = (None, [], "x", -1, 1.5, {}, {"rows": "many"}, {"[MASK]": "four"})
+WRONG = (None, [], "x", -1, 1.5, 10**30, {}, {"rows": "many"}, {"[MASK]": "four"})
 
 
 @pytest.mark.parametrize("key", FACTS)

@@ -130,7 +130,7 @@ def test_choices_are_those_of_pre_training(name: str):
     wrong: tuple[Any, ...] = ("fast", "", 1, None)
     for value in wrong:
         with refused(name, ", ".join(Settings.__dataclass_fields__[name].metadata["choices"]) if isinstance(value, str) else "text"):
-            glue.GlueSettings("rte", **{name: value})
+            replace(glue.GlueSettings("rte"), **{name: value})
     assert getattr(glue.GlueSettings("rte"), name) == Settings.__dataclass_fields__[name].default
 
 
@@ -154,6 +154,17 @@ def test_a_result_of_any_shape_is_refused_in_a_line(tiny: Settings, task: Path):
         path.write_text(content)
         with refused("result.json", "shaped pretrain"):
             glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1), task)
+
+
+def test_a_damaged_model_is_refused_in_a_line(tiny: Settings, task: Path):
+    pretrain(replace(tiny, steps=4), say=lambda line: None)
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"):
+        right = (tiny.out / name).read_bytes()
+        for wrong in (right[: len(right) // 2], b"[]", b""):
+            (tiny.out / name).write_bytes(wrong)
+            with refused("run must have", str(tiny.out)):
+                glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(0,)), task, say=lambda line: None)
+        (tiny.out / name).write_bytes(right)
 
 
 def test_an_unfinished_run_is_refused(tmp_path: Path, task: Path):

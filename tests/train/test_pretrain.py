@@ -236,6 +236,7 @@ def test_wrong_settings_of_a_run_are_refused(tiny: Settings, tmp_path: Path):
         quiet(replace(tiny, data=tmp_path))
     with refused("batch", "100"):
         quiet(replace(tiny, batch=100))
+    assert not tiny.out.exists()
     with refused("graph", "cpu"):
         quiet(replace(tiny, graph="on"))
 

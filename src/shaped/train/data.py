@@ -60,9 +60,13 @@ class Data:
         wanted = count * self.length * dtype.itemsize
         if size != wanted:
             raise ValueError(f"data must have {path.name} of {wanted} bytes, got {size}: prepare {self.folder} again")
-        if content is not None:
-            return np.frombuffer(content, dtype).reshape(count, self.length)
-        return np.memmap(path, dtype, "r", shape=(count, self.length))
+        shape = (count, self.length)
+        rows = np.memmap(path, dtype, "r", shape=shape) if content is None else np.frombuffer(content, dtype).reshape(shape)
+        if rows.max() >= self.vocab:
+            raise ValueError(
+                f"data must have tokens below vocab, {self.vocab}, got {rows.max()} in {path.name}: prepare {self.folder} again"
+            )
+        return rows
 
     def verify(self) -> None:
         """Reads everything and compares the hashes."""
@@ -93,8 +97,8 @@ def load(folder: Path) -> Data:
         for part in PARTS:
             entries(part, facts[part], rows=int, tokens=int, documents=int, sha256=str, stopped_at_limit=bool)
         entries("special", facts["special"], **dict.fromkeys(SPECIAL, int))
-        whole_number("length", facts["length"], least=1)
-        whole_number("vocab", facts["vocab"], least=max(facts["special"].values()) + 2)
+        whole_number("length", facts["length"], most=1 << 32)
+        whole_number("vocab", facts["vocab"], least=max(facts["special"].values()) + 2, most=1 << 32)
         if facts["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"dtype must be uint16 or uint32, got {facts['dtype']!r}")
     except FileNotFoundError:

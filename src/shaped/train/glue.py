@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,12 @@ def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = p
     `steppers` are shared by runs and tasks of the same shapes in one process: nothing is then compiled again.
     """
     result = Result.read(run_folder(run) / "result.json")
-    tokenizer: Any = AutoTokenizer.from_pretrained(run)
+    with reading(run):
+        tokenizer: Any = AutoTokenizer.from_pretrained(run)
+        length = shaped.hf.ShapedConfig.from_pretrained(run).max_position_embeddings
     tokenizer.model_max_length = 1 << 30  # lengths are seen to below
     parts = {part: examples(settings.task, part, folder) for part in ("train", "dev")}
     how, steppers = How.of(settings, 1), {} if steppers is None else steppers
-    length = shaped.hf.ShapedConfig.from_pretrained(run).max_position_embeddings
     if how.compile == "off":  # else one length for all tasks: one program
         length = min(length, _rounded(max(map(len, tokenizer(*_texts(parts))["input_ids"]))))
     train, dev = (encode(parts[part], tokenizer, length) for part in ("train", "dev"))
@@ -156,6 +158,16 @@ def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = p
     return summary
 
 
+@contextmanager
+def reading(run: Path) -> Iterator[None]:
+    """transformers raises whatever it stumbles over in a damaged file."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"run must have a model and a tokenizer that can be read, got {run}: {type(error).__name__}, {said}") from None
+
+
 def classifier(run: Path, seed: int) -> Any:
     """The run's body under a new linear head. What the seed does not draw comes from the run."""
     import transformers
@@ -164,7 +176,7 @@ def classifier(run: Path, seed: int) -> Any:
     transformers.utils.logging.set_verbosity_error()  # that the head is new is what is wanted here
     transformers.utils.logging.disable_progress_bar()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with reading(run), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return shaped.hf.ShapedForSequenceClassification.from_pretrained(run, num_labels=2)
     finally:

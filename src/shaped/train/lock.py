@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -15,11 +15,11 @@ class Busy(ValueError):
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a folder, which is made if need be.
+    """Keeps other processes out of a folder, which is made if need be, and removed if nothing was put into it.
 
     The lock is the kernel's and goes with the process, however that ends: a file that a killed one left behind locks nobody out.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    made = not folder.exists()
     path = folder / ".lock"
     handle = _locked(path, folder)
     try:
@@ -27,11 +27,18 @@ def alone(folder: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)  # while it is still ours
         os.close(handle)
+        if made:
+            with suppress(OSError):  # it has something in it
+                folder.rmdir()
 
 
 def _locked(path: Path, folder: Path) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # whoever made the folder has just removed it
+            continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
