@@ -111,7 +111,7 @@ def test_a_run_that_diverged_is_remembered(tiny: Settings, tmp_path: Path):
     times = [(path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))]
     again = study.study(file, only=["breaks"], say=said.append)
     assert again["unfinished"] == first
-    assert said[-1] == f"breaks: not tried again with these settings: {first[0]['why']}"
+    assert said[-1] == f"breaks: not tried again (delete {folder / 'diverged.json'} for that): {first[0]['why']}"
     assert times == [(path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))]
     study_file(tiny, tmp_path, BREAKS.replace("1e38", "1e-3"))
     assert [run["name"] for run in study.study(file, say=said.append)["runs"]] == ["breaks"]

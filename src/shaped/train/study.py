@@ -88,7 +88,7 @@ def study(path: Path, *, only: Sequence[str] = (), say: Say = print, progress: b
         started = time.monotonic()
         try:
             if why := why_diverged(settings):
-                say(f"{name}: not tried again with these settings: {why}")
+                say(f"{name}: not tried again (delete {settings.out / 'diverged.json'} for that): {why}")
                 continue
             if left is not None and left <= 0:
                 say(f"{minutes:g} minutes are over before {name}; the same command goes on")
