@@ -46,7 +46,7 @@ def finite(name: str, value: Any) -> float:
 def _float(name: str, value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
 
 

@@ -21,6 +21,7 @@ text = typer.Typer(rich_markup_mode=None, help="Text for training.", no_args_is_
 app.add_typer(text, name="data")
 
 INTERRUPTED = 130  # what typer returns after Ctrl-C, as shells do
+UNFINISHED = 75  # EX_TEMPFAIL of sysexits.h: training stopped before its end, and the same command goes on
 
 Layers = Annotated[str, typer.Option(help="Layers of a block: attention, feedforward, perceptron.")]
 Tokens = Annotated[int, typer.Option(help="Number of tokens m.")]
@@ -202,7 +203,8 @@ def prepare(
     needs("tokenizers", "transformers")
     from shaped.train import data
 
-    made = data.prepare(text, out, valid=valid, vocab=vocab, length=length, valid_share=valid_share, cased=cased, tokens=tokens)
+    how: dict[str, Any] = {"vocab": vocab, "length": length, "valid_share": valid_share, "cased": cased, "tokens": tokens}
+    made = data.prepare(text, out, valid=valid, say=complaint, **how)
     for part in ("train", "valid"):
         about = made.facts[part]
         cut = ", stopped at the limit: the rest is left out" if about["stopped_at_limit"] else ""
@@ -236,7 +238,10 @@ Config = Annotated[Path | None, typer.Option(help="TOML file with settings; opti
 @app.command()
 @from_settings
 def pretrain(config: Path | None, given: dict[str, Any]) -> None:
-    """Train a model on prepared text; the same command goes on with a run that was interrupted. Under torchrun, on several devices."""
+    """Train a model on prepared text; the same command goes on with a run that was interrupted, or whose minutes were over (status 75).
+
+    Under torchrun, on several devices.
+    """
     needs("transformers")
     from shaped.train import pretrain as loop
 
@@ -248,7 +253,7 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
     except loop.Stopped as stopped:
         if loop.is_first():
             print(stopped)
-        return
+        raise typer.Exit(UNFINISHED) from None
     if loop.is_first():
         print(f"train loss {result.train_loss:.4f}, test loss {result.test_loss:.4f}")
         print("written:", settings.out)
@@ -262,14 +267,22 @@ def study(
     data: Annotated[Path | None, typer.Option(help="Prepared text, in place of the file's.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only the run of this name; repeatable.", show_default=False)] = None,
 ) -> None:
-    """Run a queue of trainings one after another; those of the same shape share one compiled step."""
+    """Run a queue of trainings one after another; those of the same shape share one compiled step.
+
+    The status is 1 if a run failed, else 75 if some are left to do, which the same command does.
+    """
     needs("transformers")
     from shaped.train import study as queue
 
     overrides = {"minutes": minutes, "out": None if out is None else str(out), "data": None if data is None else str(data)}
     summary = queue.study(file, only=only or (), progress=sys.stderr.isatty(), **overrides)
     diverged = sum(bool(run["why"]) for run in summary["unfinished"])
-    print(f"{len(summary['runs'])} finished, {diverged} diverged, {len(summary['unfinished']) - diverged} unfinished")
+    left = {run["name"] for run in summary["unfinished"] if not run["why"]} - summary["failed"].keys()
+    print(f"{len(summary['runs'])} finished, {diverged} diverged, {len(summary['failed'])} failed, {len(left)} unfinished")
+    if summary["failed"]:
+        raise typer.Exit(1)
+    if left & set(only or left):
+        raise typer.Exit(UNFINISHED)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all."""
+"""Writing files whole or not at all, and reading JSON that may be anything."""
 
 from __future__ import annotations
 
@@ -26,6 +26,26 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def read_json(path: Path, **kinds: Any) -> dict[str, Any]:
+    """The object in a file, with at least these entries of these types; a ValueError of one line says what is wrong with it."""
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:  # bytes that are no text are a ValueError too
+        raise ValueError(f"{path.name} must be JSON, got what is not: {error}") from None
+    return entries(path.name, value, **kinds)
+
+
+def entries(name: str, value: Any, **kinds: Any) -> dict[str, Any]:
+    """The value, if it is an object with these entries of these types. A whole number is a number; true and false are none."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a JSON object, got {value!r:.60}")
+    for key, kind in kinds.items():
+        found, wanted = value.get(key), int | float if kind is float else kind
+        if not isinstance(found, wanted) or (isinstance(found, bool) and kind is not bool):
+            raise ValueError(f"{name} must have {key} ({kind.__name__}), got {found!r:.60}")
+    return value
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -1,11 +1,13 @@
 """A small text that is learnt quickly: each document has four words of forty, so that a masked word is one of four."""
 
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from shaped import cli
 from shaped.train import data
 from shaped.train.settings import Settings
 
@@ -57,3 +59,11 @@ def tiny(prepared: Path, tmp_path: Path) -> Settings:
         tensorboard=False,
         device="cpu",
     )
+
+
+def status(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """What the command exits with."""
+    monkeypatch.setattr(sys, "argv", ["shaped", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return int(left.value.code or 0)

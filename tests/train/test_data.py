@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers import AutoTokenizer
 
 from refusals import refused
 from shaped.train import data
-from shaped.train.text import lines
+from shaped.train.lock import Busy, alone
+from shaped.train.text import LONGEST, lines
 from train.conftest import LENGTH, documents
 
 HOW: dict[str, Any] = {"vocab": 80, "length": LENGTH, "valid_share": 0.1, "progress": False}
@@ -127,6 +129,60 @@ def test_text_is_streamed(tmp_path: Path):
     assert 1e6 < sum(read) < 4e6 < path.stat().st_size
 
 
+def test_a_line_without_end_comes_in_pieces(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Short ones, cut between words, and few of them at a time: memory does not grow with the line. The tokens are those of the whole."""
+    words = " ".join(text.read_text().split())
+    long = tmp_path / "long.txt"
+    long.write_text("  " + words * 60)
+    pieces = list(lines(str(long)))
+    assert pieces.pop() is None
+    assert len(pieces) > 20
+    assert max(len(piece or "") for piece in pieces) <= 2 * LONGEST
+    assert " ".join(piece or "" for piece in pieces).split() == (words * 60).split()
+    shutil.copytree(prepared / "tokenizer", tmp_path / "out" / "tokenizer")  # two trainings of a tokenizer may break ties differently
+    flat, sizes = data._flat, []
+
+    def measured(chunk, *rest):
+        sizes.append(sum(len(line or "") for line in chunk))
+        return flat(chunk, *rest)
+
+    monkeypatch.setattr(data, "_flat", measured)
+    monkeypatch.setattr(data, "CHARACTERS", 4 * LONGEST)
+    made = data.prepare([str(long)], tmp_path / "out", valid=[str(text)], **HOW)
+    assert max(sizes) <= 6 * LONGEST
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    whole = tokenizer(words * 60, add_special_tokens=False)["input_ids"]
+    packed = made.rows("train")[:, 1:].ravel()
+    assert packed.tolist() == whole[: len(packed)]
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_long_lines_are_cut_between_characters_and_end_no_document(tmp_path: Path, first: int):
+    """Without a space, and of characters of three bytes; spaces that fill whole pieces; and what comes after is still the same document."""
+    wide = "x" * first + "字" * LONGEST
+    path = tmp_path / "long.txt"
+    path.write_text(f"{wide}\nnext{' ' * 3 * LONGEST}end \nlast\n{' ' * 2 * LONGEST}\nother\n")
+    found = list(lines(str(path)))
+    assert "".join(line or "" for line in found[: found.index("next")]) == wide
+    assert found[found.index("next") :] == ["next", "end", "last", None, "other", None]
+
+
+def test_the_line_of_a_wrong_byte_is_its_number_in_the_file(tmp_path: Path):
+    (tmp_path / "long.txt").write_bytes(b"one\n" + b"word " * LONGEST + b"\n\xff\n")
+    with refused("0xff", "line 3"):
+        list(lines(str(tmp_path / "long.txt")))
+
+
+def test_a_long_row_of_a_dataset_comes_in_pieces_too(monkeypatch: pytest.MonkeyPatch):
+    rows = [{"text": "word " * LONGEST + "\nshort"}, {"text": None}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **how: iter(rows))
+    found = lines("owner/name")
+    first = [next(found) for _ in range(7)]
+    assert [line.split()[-1] if line else None for line in first] == ["word"] * 5 + ["short", None]
+    with refused("column 'text'", "owner/name"):
+        next(found)
+
+
 def test_a_limit_of_tokens(text: Path, tmp_path: Path):
     made = data.prepare([str(text)], tmp_path, tokens=100 * LENGTH - 3, **HOW)
     assert made.facts["train"]["rows"] == 100
@@ -151,12 +207,114 @@ def test_damaged_data_is_refused(prepared: Path, tmp_path: Path):
     (tmp_path / "train.bin").write_bytes(content[:-5])
     with refused("train.bin", str(len(content)), str(len(content) - 5)):
         data.load(tmp_path).rows("train")
+    content[1001] = 0xFF
+    (tmp_path / "train.bin").write_bytes(content)
+    with refused("train.bin", "below vocab", "6"):
+        data.load(tmp_path).rows("train")
     (tmp_path / "train.bin").unlink()
     with refused("train.bin", "got 0"):
         data.load(tmp_path).rows("train")
     (tmp_path / "data.json").write_text("{")
     with refused("data.json", "damaged"):
         data.load(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["train", "valid"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_a_damaged_array_is_made_anew(text: Path, prepared: Path, tmp_path: Path, part: str, damage: str, monkeypatch: pytest.MonkeyPatch):
+    """Also if that is interrupted; the other one is not touched."""
+    out = tmp_path / "out"
+    shutil.copytree(prepared, out)
+    array, content = out / f"{part}.bin", bytearray((prepared / f"{part}.bin").read_bytes())
+    content[100] ^= damage == "flipped"
+    array.write_bytes(content[:-5] if damage == "cut" else content)
+    if damage == "gone":
+        array.unlink()
+    said, flat = [], data._flat
+    monkeypatch.setattr(data, "CHUNK", 50)
+    monkeypatch.setattr(data, "_flat", lambda *given: flat(*given) if array.stat().st_size == 0 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        data.prepare([str(text)], out, say=said.append, **HOW)
+    monkeypatch.setattr(data, "_flat", flat)
+    assert said == [f"{part}.bin in {out} is not what was written: it is made anew"]
+    data.prepare([str(text)], out, **HOW).verify()
+    assert sorted(path.name for path in out.iterdir()) == ["data.json", "request.json", "tokenizer", "train.bin", "valid.bin"]
+    for name in ("train.bin", "valid.bin", "data.json"):
+        assert (out / name).read_bytes() == (prepared / name).read_bytes()
+
+
+def test_a_record_of_more_than_there_is_is_not_believed(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Interrupted, and then train.bin lost its end: zeros in its place would be wrong tokens."""
+    monkeypatch.setattr(data, "CHUNK", 300)
+    flat, calls = data._flat, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return flat(*given)
+
+    monkeypatch.setattr(data, "_flat", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        data.prepare([str(text)], tmp_path, **HOW)
+    assert (tmp_path / "train.json.part").exists()
+    (tmp_path / "train.bin").write_bytes((tmp_path / "train.bin").read_bytes()[:1000])
+    assert data.prepare([str(text)], tmp_path, **HOW).facts["train"] == data.load(prepared).facts["train"]
+
+
+def test_a_folder_in_which_another_works_is_refused(text: Path, tmp_path: Path):
+    with alone(tmp_path / "out"), pytest.raises(Busy, match=f"^out must be .* got {tmp_path / 'out'}, where one does$"):
+        data.prepare([str(text)], tmp_path / "out", **HOW)
+    data.prepare([str(text)], tmp_path / "out", **HOW)
+
+
+FACTS = ("vocab", "length", "dtype", "special", "train", "valid")
+WRONG = (None, [], "x", -1, 1.5, 10**30, {}, {"rows": "many"}, {"[MASK]": "four"})
+
+
+@pytest.mark.parametrize("key", FACTS)
+def test_facts_of_any_shape_are_refused_in_a_line(prepared: Path, tmp_path: Path, key: str):
+    facts = json.loads((prepared / "data.json").read_text())
+    for value in WRONG:
+        (tmp_path / "data.json").write_text(json.dumps(facts | {key: value}))
+        with refused("data must be", str(tmp_path), "data.json", "damaged"):
+            data.load(tmp_path)
+    for inner in facts[key] if isinstance(facts[key], dict) else ():
+        for value in (None, [], "x" if inner != "sha256" else 1):
+            (tmp_path / "data.json").write_text(json.dumps(facts | {key: facts[key] | {inner: value}}))
+            with refused("data.json", "damaged", inner):
+                data.load(tmp_path)
+    del facts[key]
+    (tmp_path / "data.json").write_text(json.dumps(facts))
+    with refused("data.json", "damaged", key):
+        data.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b"", b"\xff\xfe", b"[" * 100_000, b'{"vocab": NaN}'])
+def test_what_is_no_object_is_refused_in_a_line(prepared: Path, text: Path, tmp_path: Path, content: bytes):
+    (tmp_path / "data.json").write_bytes(content)
+    with refused("data.json", "damaged"):
+        data.load(tmp_path)
+    out = tmp_path / "out"
+    shutil.copytree(prepared, out)
+    (out / "request.json").write_bytes(content)
+    with refused("out", str(out)):
+        data.prepare([str(text)], out, **HOW)
+    shutil.copy(prepared / "request.json", out)
+    (out / "data.json").write_bytes(content)  # of which the rest can be made again
+    assert data.prepare([str(text)], out, say=lambda line: None, **HOW).facts == data.load(prepared).facts
+
+
+def test_a_damaged_tokenizer_or_archive_is_refused_in_a_line(prepared: Path, text: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    shutil.copytree(prepared, out)
+    (out / "train.bin").unlink()
+    (out / "train.bin.xz").write_bytes(b"no archive")
+    with refused("train.bin.xz", "damaged", str(out)):
+        data.load(out).rows("train")
+    (out / "tokenizer" / "tokenizer.json").write_text("{")
+    with refused("tokenizer", str(out)):
+        data.prepare([str(text)], out, say=lambda line: None, **HOW)
 
 
 def test_wrong_text_is_refused(text: Path, tmp_path: Path):

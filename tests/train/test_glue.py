@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -122,6 +123,48 @@ def test_the_same_seed_gives_the_same_scores_whatever_came_before(tiny: Settings
     alone = glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(4,), device="cpu"), task, say=lambda line: None)
     for name in ("matthews", "accuracy", "f1"):
         assert alone[name]["values"] == both[name]["values"][1:]
+
+
+@pytest.mark.parametrize("name", ["device", "precision", "stream", "compile", "graph", "attention"])
+def test_choices_are_those_of_pre_training(name: str):
+    wrong: tuple[Any, ...] = ("fast", "", 1, None)
+    for value in wrong:
+        with refused(name, ", ".join(Settings.__dataclass_fields__[name].metadata["choices"]) if isinstance(value, str) else "text"):
+            replace(glue.GlueSettings("rte"), **{name: value})
+    assert getattr(glue.GlueSettings("rte"), name) == Settings.__dataclass_fields__[name].default
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"clip": -1.0}, {"clip": math.nan}, {"epochs": 0}, {"batch": 1.5}, {"lr": 0.0}, {"warmup": 2.0}, {"seeds": (1.5,)}, {"seeds": (-1,)}],
+)
+def test_wrong_settings_are_refused(given: dict):
+    with refused(next(iter(given))):
+        glue.GlueSettings("rte", **given)
+
+
+def test_a_result_of_any_shape_is_refused_in_a_line(tiny: Settings, task: Path):
+    pretrain(replace(tiny, steps=4), say=lambda line: None)
+    path = tiny.out / "result.json"
+    right = json.loads(path.read_text())
+    wrong: list[Any] = [[], 3, None, "x", {}, right | {"more": 1}]
+    wrong += [right | {key: value} for key in right for value in (None, [], True, {} if not isinstance(right[key], dict) else 1)]
+    wrong += [{other: right[other] for other in right if other != key} for key in ("steps", "command", "test_loss")]
+    for content in [*map(json.dumps, wrong), "", "{", "[" * 100_000]:
+        path.write_text(content)
+        with refused("result.json", "shaped pretrain"):
+            glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1), task)
+
+
+def test_a_damaged_model_is_refused_in_a_line(tiny: Settings, task: Path):
+    pretrain(replace(tiny, steps=4), say=lambda line: None)
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"):
+        right = (tiny.out / name).read_bytes()
+        for wrong in (right[: len(right) // 2], b"[]", b""):
+            (tiny.out / name).write_bytes(wrong)
+            with refused("run must have", str(tiny.out)):
+                glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(0,)), task, say=lambda line: None)
+        (tiny.out / name).write_bytes(right)
 
 
 def test_an_unfinished_run_is_refused(tmp_path: Path, task: Path):

@@ -1,5 +1,6 @@
 """Training: every kind of model learns, Recover ends at the vanilla network, and interruptions of all kinds lose nothing."""
 
+import fcntl
 import json
 import os
 import signal
@@ -17,13 +18,12 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import shaped.hf
 from refusals import refused
-from shaped.train import checkpoint, data, metrics, study
-from shaped.train.collection import trained
-from shaped.train.pretrain import Diverged, Run, Stopped, pretrain
+from shaped.train import checkpoint, data, metrics
+from shaped.train.lock import Busy, alone
+from shaped.train.pretrain import Diverged, Run, Stopped, pretrain, why_diverged
 from shaped.train.results import Result, command_line
 from shaped.train.settings import Settings
-from shaped.train.tables import entropy_curves, table1
-from train.conftest import KNOWN, UNIFORM
+from train.conftest import KNOWN, UNIFORM, status
 
 # How much each falls below log 40 in 300 steps, at least. Fixed shaping keeps attention small, so it is the slowest to use the document.
 FALLS = [
@@ -236,6 +236,7 @@ def test_wrong_settings_of_a_run_are_refused(tiny: Settings, tmp_path: Path):
         quiet(replace(tiny, data=tmp_path))
     with refused("batch", "100"):
         quiet(replace(tiny, batch=100))
+    assert not tiny.out.exists()
     with refused("graph", "cpu"):
         quiet(replace(tiny, graph="on"))
 
@@ -266,76 +267,110 @@ def test_a_tied_head_learns(tiny: Settings):
     assert model.head.weight is model.model.embedding.tokens.weight
 
 
-def test_a_study_runs_its_queue_within_its_time(tiny: Settings, tmp_path: Path):
-    """Two learning rates and Pre-LN; those of one shape share a stepper, and give what they give alone."""
-    own = ("data", "out", "lr", "model", "minutes", "tensorboard")
-    defaults = "".join(line + "\n" for line in tiny.to_toml().splitlines() if line.split(" ")[0] not in own)
-    file = tmp_path / "study.toml"
-    file.write_text(
-        f'out = "{tmp_path / "runs"}"\n[defaults]\ndata = "{tiny.data}"\ntensorboard = false\n{defaults}'
-        '[[run]]\nname = "shaped"\nlr = [1e-3, 1e-2]\n[[run]]\nname = "preln"\nmodel = "preln"\nlr = 1e-2\n'
-    )
-    said: list[str] = []
-    summary = study.study(file, minutes=1e-9, say=said.append)
-    assert summary["runs"] == []
-    assert len(summary["unfinished"]) == 3
-    summary = study.study(file, only=["preln"], say=said.append)
-    assert [run["name"] for run in summary["runs"]] == ["preln"]
-    with pytest.raises(ValueError, match=r"^only must be among shaped-lr0\.001, shaped-lr0\.01, preln, got postln$"):
-        study.study(file, only=["postln"])
-    summary = study.study(file, say=said.append)
-    assert [run["name"] for run in summary["runs"]] == ["shaped-lr0.001", "shaped-lr0.01", "preln"]
-    alone = quiet(replace(tiny, out=tmp_path / "alone"))
-    assert summary["runs"][1]["test_loss"] == alone.test_loss
-    assert json.loads((tmp_path / "runs" / "study.json").read_text()) == summary
-    logs = [json.loads(line) for line in (tmp_path / "runs" / "study.jsonl").read_text().splitlines()]
-    assert {line["run"] for line in logs} == {"shaped-lr0.001", "shaped-lr0.01", "preln"}
-    runs = trained([tmp_path / "runs"])
-    rows = table1(run.result for run in runs if run.result)
-    assert [(row["name"], row["lr"]) for row in rows] == [("preln", 1e-2), ("recover", 1e-2)]
-    assert rows[1]["test_loss"] == alone.test_loss
-    curves = entropy_curves(runs, layers=(1, 2, 7))
-    assert [(one["name"], one["lr"], one["layer"], one["steps"]) for one in curves][:2] == [
-        ("preln", 1e-2, 1, [60, 120]),
-        ("preln", 1e-2, 2, [60, 120]),
-    ]
-    keys = {"model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed", "train_loss", "test_loss", "command", "commit"}
-    assert all(keys <= run.keys() for run in summary["runs"])
-    again = {run.name: run for run in trained([tmp_path / "runs" / "study.json"])}
-    assert again.keys() == {run.name for run in runs}
-    for run in runs:
-        assert (again[run.name].settings, again[run.name].result) == (run.settings, run.result)
-        assert [line["kind"] for line in again[run.name].metrics] == [line["kind"] for line in run.metrics]
+def test_how_a_run_is_watched_does_not_make_it_worth_another_try(tiny: Settings):
+    breaks = replace(tiny, steps=1, lr=1e38, warmup=0)
+    with pytest.raises(Diverged) as error:
+        quiet(breaks)
+    assert why_diverged(replace(breaks, log_every=7, minutes=3.0, keep=0)) == str(error.value)
+    for other in (replace(breaks, lr=1.0), replace(breaks, attention="math")):
+        assert why_diverged(other) == ""
+    (tiny.out / "diverged.json").write_text("[]")
+    with refused("diverged.json"):
+        why_diverged(breaks)
 
 
-def test_a_wrong_study_is_refused(tmp_path: Path):
-    file = tmp_path / "study.toml"
-    for content, words in (
-        ("", ("out",)),
-        ('out = "x"\nruns = 1', ("runs",)),
-        ('out = "x"\n[[run]]\nlearning = 1', ("learning",)),
-        ("=", ("TOML",)),
-    ):
-        file.write_text(content)
-        with refused(*words):
-            study.study(file)
-    file.write_text('out = "x"\n[[run]]\nname = "a"\ndata = "d"\n[[run]]\nname = "a"\ndata = "d"\n')
-    with refused("a twice"):
-        study.study(file)
+def test_the_status_of_a_run_whose_time_is_over_is_its_own(
+    tiny: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    config = command(tiny)[-1]
+    assert status(monkeypatch, "pretrain", "--config", config, "--minutes", "0") == 75
+    assert "the time is over at step 16 of 120; the same command goes on from there" in capsys.readouterr().out
+    assert status(monkeypatch, "pretrain", "--config", config) == 0
+
+
+def test_a_second_run_in_a_folder_is_refused(tiny: Settings, tmp_path: Path):
+    """While the first one lives, by one line and without harm; and no longer, once that was killed."""
+    long = replace(tiny, steps=100_000)
+    first = subprocess.Popen([sys.executable, *command(long)], env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        patience = time.monotonic() + 60
+        while not (long.out / "checkpoints").exists() and time.monotonic() < patience:
+            time.sleep(0.01)
+        second = subprocess.run([sys.executable, *command(long)], env=ENVIRONMENT, capture_output=True, text=True)
+        assert second.returncode == 2
+        assert second.stderr == f"shaped: out must be a folder in which no other process works, got {long.out}, where one does\n"
+        assert first.poll() is None
+        with pytest.raises(Busy):
+            quiet(long)
+    finally:
+        first.kill()
+        first.wait()
+    assert (long.out / ".lock").exists()  # it had no time to remove it
+    with pytest.raises(Stopped, match="the time is over"):
+        quiet(replace(long, minutes=0.0))
+    assert not (long.out / ".lock").exists()
+
+
+def test_a_lock_that_was_removed_while_it_was_waited_for_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first one finishes, and removes the file, between the second's opening and locking it."""
+    flock, calls = fcntl.flock, []
+
+    def late(handle: int, how: int) -> None:
+        if not calls:
+            (tmp_path / ".lock").unlink()
+        calls.append(handle)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with alone(tmp_path):
+        assert len(calls) == 2
+        with pytest.raises(Busy), alone(tmp_path):
+            pass
+    with alone(tmp_path):
+        pass
+
+
+def damaged_descriptions(right: dict[str, Any]) -> list[Any]:
+    wrong: list[Any] = [[], 3, None, {}]
+    wrong += [right | {key: value} for key in ("step", "sha256", "layout", "data", "losses") for value in (None, True, "x", -1)]
+    return wrong + [{other: right[other] for other in right if other != key} for key in ("step", "sha256", "layout", "data", "losses")]
+
+
+def test_a_description_of_any_shape_is_passed_by(tiny: Settings):
+    """The checkpoint is named, and the one before it used."""
+    settings = replace(tiny, steps=32, checkpoint_every=8, keep=2)
+    quiet(settings)
+    (tiny.out / "result.json").unlink()
+    about = checkpoint.found(tiny.out / "checkpoints")[-1] / "state.json"
+    right = json.loads(about.read_text())
+    for content in [*map(json.dumps, damaged_descriptions(right)), "[" * 100_000]:
+        about.write_text(content)
+        said: list[str] = []
+        assert Run(settings, 0, 1, said.append, False, {}).step == 24
+        assert "step-00000032 is truncated or damaged" in said[0]
+        assert "\n" not in said[0]
+    for wrong in ({"losses": ["x"]}, {"step": 1000}):
+        about.write_text(json.dumps(right | wrong))
+        with refused("checkpoints", "32 steps", str(tiny.out)):
+            Run(settings, 0, 1, lambda line: None, False, {})
+
+
+def test_metrics_of_any_shape_are_left_out(tiny: Settings):
+    quiet(replace(tiny, steps=4))
+    path = tiny.out / "metrics.jsonl"
+    right = path.read_text()
+    for line in ("3", "[]", "{}", '{"step": "x", "kind": "test"}', '{"step": 1, "kind": []}', "\0\0", "[" * 100_000):
+        path.write_text(f"{right}{line}\n{right}")
+        assert metrics.read(path, "test") == [json.loads(line) for line in right.splitlines() if '"test"' in line]
+    path.write_bytes(b"\xff\n")
+    (tiny.out / "result.json").unlink()
+    with refused("metrics", str(tiny.out)):
+        quiet(replace(tiny, steps=4))
 
 
 def test_the_command_of_a_result_is_what_differs_from_the_defaults():
     settings = Settings(data=Path("somewhere/data"), out=Path("runs/one"), lr=1e-3, train_gains=False)
     assert command_line(settings) == "shaped pretrain --data data --out one --no-train-gains --lr 0.001"
-
-
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent.parent.parent / "benchmarks" / "studies").glob("*.toml")), ids=lambda path: path.stem
-)
-def test_the_studies_here_can_be_read(path: Path):
-    runs, _, _ = study.plan(path)
-    assert len(runs) >= 3
-    assert all(settings.keep == 0 or settings.save_model for settings in runs.values())
 
 
 def test_runs_that_share_a_program_are_what_they_are_alone(tiny: Settings):

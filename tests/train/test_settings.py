@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from refusals import refused
-from shaped.train.settings import Settings
+from shaped.train.settings import HINTS, Settings
 
 CHANGED = Settings(
     data=Path("some/data"), out=Path('a "run"'), model="preln", hidden=100, gamma_feedforward=0.2, lr=1e-3, tied=True, minutes=1.5
@@ -78,13 +78,42 @@ def test_learning_rates():
         ({"tau0": 0.0}, ("tau0", "0")),
         ({"decay": "linear", "steps": 10}, ("warmup", "10", "4000")),
         ({"out": 3}, ("out", "3")),
+        ({"out": ""}, ("out", "path", "''")),
+        ({"data": "a\0b"}, ("data", "path")),
         ({"speed": 3}, ("settings", "speed")),
+        ({"seed": 1 << 64}, ("seed", str(1 << 64))),
+        ({"lr": 10**400}, ("lr", "number")),
         ({"data": None}, ("data", "must be given")),
     ],
 )
 def test_wrong_settings_are_refused(given: dict, words: tuple[str, ...]):
     with refused(*words):
         Settings.of({"data": "d", "out": "o"} | given)
+
+
+WRONG = ("[]", "{}", "[1]", '"x"', "true", "nan", "-1", "1e400", "1979-05-27", '"\\u0000"')
+
+
+@pytest.mark.parametrize("name", [about.name for about in fields(Settings)])
+def test_a_value_of_a_wrong_type_is_refused_in_a_line(tmp_path: Path, name: str):
+    """Of each setting, every value of these that is none of its kind."""
+    path, kind = tmp_path / "settings.toml", HINTS[name]
+    right = {Path: ('"x"',), bool: ("true",)}.get(kind, ("-1",) if name == "c_minus" else ())
+    for value in WRONG:
+        given = {"data": '"d"', "out": '"o"'} | {name: value}
+        path.write_text("".join(f"{key} = {text}\n" for key, text in given.items()))
+        if value in right:
+            Settings.from_toml(path)
+        else:
+            with refused(name):
+                Settings.from_toml(path)
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"=", b"lr = " + b"[" * 100_000, b"lr = 1" + b"0" * 5000, b"[data]\nx = 1", b"[[out]]"])
+def test_what_is_no_settings_file_is_refused_in_a_line(tmp_path: Path, content: bytes):
+    (tmp_path / "settings.toml").write_bytes(content)
+    with refused("config must be a TOML file" if b"]" not in content else "must be"):
+        Settings.from_toml(tmp_path / "settings.toml", **({} if b"]" in content else {"data": "d", "out": "o"}))
 
 
 def test_the_page_explains_every_setting():

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shaped.files import read_json
+
 TENSORS, ABOUT = "state.safetensors", "state.json"
 
 
@@ -41,12 +43,15 @@ def found(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def latest(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The newest checkpoint that is whole; those that are not are named and passed by. None if there is none at all."""
+def latest(folder: Path, say: Callable[[str], None], **kinds: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The newest checkpoint that is whole; those that are not are named and passed by. None if there is none at all.
+
+    `kinds` are the types of what its description must have.
+    """
     every = found(folder)
     for path in reversed(every):
         try:
-            return read(path)
+            return read(path, **kinds)
         except ValueError as error:
             say(f"{error}: the one before it is used")
     if every:
@@ -54,15 +59,18 @@ def latest(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Tensor],
     return None
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: Path, **kinds: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        about = json.loads((path / ABOUT).read_text())
+        about = read_json(path / ABOUT, step=int, sha256=str, **kinds)
+        if about["step"] < 0:
+            raise ValueError(f"{ABOUT} must have a step of at least 0, got {about['step']}")
         if _hash(path / TENSORS) != about["sha256"]:
             raise ValueError(f"{TENSORS} is not what was written")
         return load_file(path / TENSORS), about
-    except (OSError, ValueError, KeyError, TypeError) as error:  # a JSON error is a ValueError
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"checkpoint {path} is truncated or damaged ({error})") from None
 
 

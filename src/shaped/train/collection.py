@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shaped.files import write_atomically, write_json
+from shaped.files import read_json, write_atomically, write_json
 from shaped.train.metrics import read
 from shaped.train.results import Result, kind_of
 from shaped.train.settings import Settings
@@ -54,7 +54,7 @@ def trained(places: Iterable[Path]) -> list[Trained]:
     return named
 
 
-def from_folder(folder: Path, planned: Settings | None = None, why: str = "") -> Trained:
+def from_folder(folder: Path, planned: Settings | None = None) -> Trained:
     """`planned` are the settings of a run that may not have been begun."""
     result = Result.read(folder / "result.json") if (folder / "result.json").exists() else None
     settings = {} if planned is None else asdict(planned)
@@ -62,9 +62,12 @@ def from_folder(folder: Path, planned: Settings | None = None, why: str = "") ->
         settings = asdict(Settings.from_toml(folder / "settings.toml"))
     elif result is not None:
         settings = result.settings | _main(result.to_dict())
-    glue = [json.loads(path.read_text()) for path in sorted(folder.glob("glue-*.json"))]
+    glue = {path: read_json(path, task=str, score=str, seeds=list) for path in sorted(folder.glob("glue-*.json"))}
+    diverged = folder / "diverged.json"
+    why = read_json(diverged, why=str)["why"] if result is None and diverged.exists() else ""
     kept = {name: value for name, value in settings.items() if name not in PLACES}
-    return Trained(folder.name, kept, read(folder / "metrics.jsonl"), result, {scores["task"]: scores for scores in glue}, why)
+    scores = {about["task"]: about for about in glue.values()}
+    return Trained(folder.name, kept, read(folder / "metrics.jsonl"), result, scores, why)
 
 
 def from_file(path: Path) -> list[Trained]:

@@ -7,7 +7,6 @@ where it stopped. A folder is complete once it has `data.json`.
 from __future__ import annotations
 
 import hashlib
-import json
 import lzma
 import os
 import shutil
@@ -22,12 +21,18 @@ from typing import Any
 import numpy as np
 
 from shaped.checks import in_range, whole_number
-from shaped.files import write_json
+from shaped.files import entries, read_json, write_json
+from shaped.train.lock import alone
 from shaped.train.text import Line, fingerprint, is_file, lines
 
 PAD, UNKNOWN, FIRST, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-CHUNK = 20_000  # lines tokenised, written and recorded at a time
 """`[CLS]` begins a row, `[SEP]` ends a document; they are the first entries of every vocabulary, in this order."""
+PARTS = ("train", "valid")
+CHUNK, CHARACTERS = 20_000, 4_000_000
+"""Lines that are tokenised, written and recorded at a time, and about how many characters of them at most: the tokenizer takes some
+hundred bytes for each."""
+STATE = {"lines": 0, "rows": 0, "rest": [], "documents": 0, "complete": False, "left_out": False}
+"""How far the packing of an array has come."""
 
 
 @dataclass(frozen=True)
@@ -50,30 +55,57 @@ class Data:
         count, dtype, path = self.facts[part]["rows"], np.dtype(self.facts["dtype"]), self.folder / f"{part}.bin"
         if not count:
             raise ValueError(f"data must have rows of {part}, got none in {self.folder}: more text, or more of it held out")
-        compressed = self.folder / f"{part}.bin.xz"
-        content = _decompressed(compressed) if compressed.is_file() and not path.exists() else None
+        content = self._carried(part)
         size = len(content) if content is not None else path.stat().st_size if path.is_file() else 0
         wanted = count * self.length * dtype.itemsize
         if size != wanted:
             raise ValueError(f"data must have {path.name} of {wanted} bytes, got {size}: prepare {self.folder} again")
-        if content is not None:
-            return np.frombuffer(content, dtype).reshape(count, self.length)
-        return np.memmap(path, dtype, "r", shape=(count, self.length))
+        shape = (count, self.length)
+        rows = np.memmap(path, dtype, "r", shape=shape) if content is None else np.frombuffer(content, dtype).reshape(shape)
+        if rows.max() >= self.vocab:
+            raise ValueError(
+                f"data must have tokens below vocab, {self.vocab}, got {rows.max()} in {path.name}: prepare {self.folder} again"
+            )
+        return rows
 
     def verify(self) -> None:
         """Reads everything and compares the hashes."""
-        for part in ("train", "valid"):
-            if _hash(self.folder / f"{part}.bin") != self.facts[part]["sha256"]:
+        for part in PARTS:
+            if not self.is_whole(part):
                 raise ValueError(f"data must have the hashes of data.json, got another for {part}.bin: prepare {self.folder} again")
+
+    def is_whole(self, part: str) -> bool:
+        """Has the array the hash that was written down when it was made?"""
+        path = self.folder / f"{part}.bin"
+        try:
+            content = self._carried(part)
+        except ValueError:
+            return False
+        made = hashlib.sha256(content).hexdigest() if content is not None else _hash(path) if path.is_file() else ""
+        return made == self.facts[part]["sha256"]
+
+    def _carried(self, part: str) -> bytes | None:
+        """An array of which there is only what `xz` made of it."""
+        compressed = self.folder / f"{part}.bin.xz"
+        return _decompressed(compressed) if compressed.is_file() and not (self.folder / f"{part}.bin").exists() else None
 
 
 def load(folder: Path) -> Data:
+    wrong = f"data must be a folder made by `shaped data prepare`, got {folder}"
     try:
-        return Data(folder, json.loads((folder / "data.json").read_text()))
+        facts = read_json(folder / "data.json", vocab=int, length=int, dtype=str, special=dict, train=dict, valid=dict)
+        for part in PARTS:
+            entries(part, facts[part], rows=int, tokens=int, documents=int, sha256=str, stopped_at_limit=bool)
+        entries("special", facts["special"], **dict.fromkeys(SPECIAL, int))
+        whole_number("length", facts["length"], most=1 << 32)
+        whole_number("vocab", facts["vocab"], least=max(facts["special"].values()) + 2, most=1 << 32)
+        if facts["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"dtype must be uint16 or uint32, got {facts['dtype']!r}")
     except FileNotFoundError:
-        raise ValueError(f"data must be a folder made by `shaped data prepare`, got {folder}, which has no data.json") from None
-    except json.JSONDecodeError:
-        raise ValueError(f"data must be a folder made by `shaped data prepare`, got {folder}, whose data.json is damaged") from None
+        raise ValueError(f"{wrong}, which has no data.json") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{wrong}, whose data.json is damaged: {error}") from None
+    return Data(folder, facts)
 
 
 def prepare(
@@ -87,8 +119,9 @@ def prepare(
     cased: bool = False,
     tokens: int | None = None,
     progress: bool = True,
+    say: Callable[[str], object] = print,
 ) -> Data:
-    """Trains a tokenizer on the text and packs the text into rows.
+    """Trains a tokenizer on the text and packs the text into rows. What the folder has already is not made again, unless it was damaged.
 
     Args:
         text, valid: sources (see `text.py`). Without `valid`, a share of the text's documents is held out.
@@ -113,23 +146,51 @@ def prepare(
         "cased": cased,
         "tokens": tokens,
     }
-    if not _same_request(out, request):
-        write_json(out / "request.json", request)
-    elif (out / "data.json").exists():
-        return load(out)
+    with alone(out):
+        if not _same_request(out, request):
+            write_json(out / "request.json", request)
+            return _make(out, request, {}, text, valid, progress)
+        whole = _whole_parts(out, say)
+        return load(out) if len(whole) == len(PARTS) else _make(out, request, whole, text, valid, progress)
+
+
+def _make(out: Path, request: dict[str, Any], whole: dict[str, Any], text: list[str], valid: list[str] | None, progress: bool) -> Data:
+    """All but the parts that are whole, of which these are the facts."""
+    vocab, length, valid_share, cased, tokens = (request[name] for name in ("vocab", "length", "valid_share", "cased", "tokens"))
     with _bar(progress) as bar:
         tokenizer = _tokenizer(out, lambda: _training_text(text, valid, valid_share, bar("tokenizer", text)), vocab, length, cased)
         size = tokenizer.get_vocab_size()
         dtype = "uint16" if size <= 1 << 16 else "uint32"
         parts = {}
-        for part, sources in (("train", text), ("valid", valid or text)):
+        for part, sources in zip(PARTS, (text, valid or text), strict=True):
+            if part in whole:
+                parts[part] = whole[part]
+                continue
             stream = _parted(_all_lines(sources, bar(part, sources)), None if valid else (part == "valid", valid_share))
             parts[part] = _pack(stream, tokenizer, out / f"{part}.bin", length, dtype, tokens if part == "train" else None)
     facts = {"format": 1, "vocab": size, "length": length, "dtype": dtype, "special": {name: i for i, name in enumerate(SPECIAL)}}
     write_json(out / "data.json", facts | parts | {"request": request})
     for part in parts:
-        _record(out / f"{part}.bin").unlink()
+        _record(out / f"{part}.bin").unlink(missing_ok=True)
     return load(out)
+
+
+def _whole_parts(out: Path, say: Callable[[str], object]) -> dict[str, Any]:
+    """The facts of the arrays of a finished folder that are still what was written. The others are named, and removed to be made anew."""
+    if not (out / "data.json").exists():
+        return {}
+    try:
+        made = load(out)
+    except ValueError as error:
+        say(f"{error}; all arrays are made anew")
+        return {}
+    whole = {part: made.facts[part] for part in PARTS if made.is_whole(part)}
+    for part in PARTS:
+        if part not in whole and not _record(out / f"{part}.bin").exists():  # with a record it is being made anew since an earlier call
+            say(f"{part}.bin in {out} is not what was written: it is made anew")
+            for name in (f"{part}.bin", f"{part}.bin.xz"):
+                (out / name).unlink(missing_ok=True)
+    return whole
 
 
 def _same_request(out: Path, request: dict[str, Any]) -> bool:
@@ -137,7 +198,10 @@ def _same_request(out: Path, request: dict[str, Any]) -> bool:
     path = out / "request.json"
     if not path.exists() or not ((out / "tokenizer").exists() or any(out.glob("*.bin*"))):  # what was refused before it began is no claim
         return False
-    before = json.loads(path.read_text())
+    try:
+        before = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"out must be a new folder or one of an earlier call, got {out}, which cannot be told: {error}") from None
     for key, value in request.items():
         if before.get(key) != value:
             raise ValueError(f"out must be a new folder or one prepared with the same {key}, {before.get(key)!r}, got {value!r} for {out}")
@@ -199,23 +263,24 @@ def _tokenizer(out: Path, text: Callable[[], Iterator[str]], vocab: int, length:
         shutil.rmtree(unfinished, ignore_errors=True)
         wrapped.save_pretrained(unfinished)
         os.replace(unfinished, folder)
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ValueError(f"out must have a whole tokenizer or none, got {folder}: {error}; delete {out} to begin anew") from None
 
 
 def _pack(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype: str, limit: int | None) -> dict[str, Any]:
     """Tokens in rows of `length`: `[CLS]`, then what comes next of the text, documents ended by `[SEP]`. Its counts and hash."""
     first, end = tokenizer.token_to_id(FIRST), tokenizer.token_to_id(END)
-    record = _record(path)
-    state = {"lines": 0, "rows": 0, "rest": [], "documents": 0, "complete": False, "left_out": False}
-    if record.exists() and path.exists():
-        state = json.loads(record.read_text())
+    record, row = _record(path), length * np.dtype(dtype).itemsize
+    state = _recorded(record, path.stat().st_size // row if path.exists() else 0)
     most = None if limit is None else -(-limit // length)
     with open(path, "r+b" if path.exists() else "wb") as file:
-        file.truncate(state["rows"] * length * np.dtype(dtype).itemsize)  # what a killed run wrote but did not record
+        file.truncate(state["rows"] * row)  # what a killed run wrote but did not record
         file.seek(0, os.SEEK_END)
         stream = islice(stream, state["lines"], None)
         while not state["complete"]:
-            chunk = list(islice(stream, CHUNK))
+            chunk = _chunk(stream)
             flat = _flat(chunk, tokenizer, state["rest"], end, dtype)
             rows = len(flat) // (length - 1)
             if most is not None and state["rows"] + rows >= most:
@@ -236,6 +301,25 @@ def _pack(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype
     return counts | {"sha256": _hash(path), "stopped_at_limit": state["left_out"]}
 
 
+def _recorded(record: Path, rows: int) -> dict[str, Any]:
+    """Where to go on; at the beginning, where there are fewer rows than were recorded."""
+    try:
+        state = read_json(record, **{name: type(value) for name, value in STATE.items()})
+    except (FileNotFoundError, ValueError):
+        return dict(STATE)
+    return state if state["rows"] <= rows else dict(STATE)
+
+
+def _chunk(stream: Iterator[Line]) -> list[Line]:
+    chunk, characters = [], 0
+    for line in islice(stream, CHUNK):
+        chunk.append(line)
+        characters += len(line or "")
+        if characters > CHARACTERS:
+            break
+    return chunk
+
+
 def _flat(chunk: list[Line], tokenizer: Any, rest: list[int], end: int, dtype: str) -> np.ndarray:
     """The tokens of a chunk of lines, after what was left of the last one."""
     encoded = iter(tokenizer.encode_batch_fast([line for line in chunk if line is not None], add_special_tokens=False))
@@ -244,7 +328,10 @@ def _flat(chunk: list[Line], tokenizer: Any, rest: list[int], end: int, dtype: s
 
 @lru_cache(maxsize=2)
 def _decompressed(path: Path) -> bytes:
-    return lzma.decompress(path.read_bytes())
+    try:
+        return lzma.decompress(path.read_bytes())
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"data must have {path.name} as xz made it, got one that is damaged in {path.parent}: {error}") from None
 
 
 def _record(path: Path) -> Path:

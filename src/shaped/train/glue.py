@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shaped.files import write_json
 from shaped.train.losses import ClassifierLoss
 from shaped.train.pretrain import Diverged, Steppers, run_folder, shared
 from shaped.train.results import Result, commit
+from shaped.train.settings import check, like, option
 from shaped.train.stepper import How, Plan, Say, Stepper
 
 Example = tuple[str, str | None, int]
@@ -50,28 +52,27 @@ TASKS = {
 class GlueSettings:
     """The paper's protocol; `warmup` is a share of the steps."""
 
-    task: str
-    epochs: int = 5
-    lr: float = 5e-4
-    batch: int = 16
-    warmup: float = 0.0
-    seeds: tuple[int, ...] = (0, 1, 2)
-    clip: float = 0.0
-    device: str = "auto"
-    precision: str = "auto"
-    stream: str = "bf16"
-    compile: str = "auto"
-    graph: str = "auto"
-    attention: str = "auto"
+    task: str = option(MISSING, "Task.", choices=tuple(TASKS))
+    epochs: int = option(5, "Epochs.", least=1)
+    lr: float = option(5e-4, "Learning rate.", low=0.0)
+    batch: int = option(16, "Examples of a step.", least=1)
+    warmup: float = option(0.0, "Share of the steps in which the learning rate grows.", low=0.0)
+    seeds: tuple[int, ...] = option((0, 1, 2), "Seeds of the head and of the order of the examples.")
+    clip: float = like("clip")
+    device: str = like("device")
+    precision: str = like("precision")
+    stream: str = like("stream")
+    compile: str = like("compile")
+    graph: str = like("graph")
+    attention: str = like("attention")
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
-        for name in ("epochs", "batch"):
-            whole_number(name, getattr(self, name))
+        check(self)
         positive("lr", self.lr)
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds must be at least one, none negative and none twice, got {', '.join(map(str, self.seeds)) or 'none'}")
+        for seed in self.seeds:
+            whole_number("seeds", seed, least=0, most=(1 << 63) - 1)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be at least one and none twice, got {', '.join(map(str, self.seeds)) or 'none'}")
         in_range("warmup", self.warmup, 0.0, 1.0)
 
 
@@ -130,11 +131,12 @@ def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = p
     `steppers` are shared by runs and tasks of the same shapes in one process: nothing is then compiled again.
     """
     result = Result.read(run_folder(run) / "result.json")
-    tokenizer: Any = AutoTokenizer.from_pretrained(run)
+    with reading(run):
+        tokenizer: Any = AutoTokenizer.from_pretrained(run)
+        length = shaped.hf.ShapedConfig.from_pretrained(run).max_position_embeddings
     tokenizer.model_max_length = 1 << 30  # lengths are seen to below
     parts = {part: examples(settings.task, part, folder) for part in ("train", "dev")}
     how, steppers = How.of(settings, 1), {} if steppers is None else steppers
-    length = shaped.hf.ShapedConfig.from_pretrained(run).max_position_embeddings
     if how.compile == "off":  # else one length for all tasks: one program
         length = min(length, _rounded(max(map(len, tokenizer(*_texts(parts))["input_ids"]))))
     train, dev = (encode(parts[part], tokenizer, length) for part in ("train", "dev"))
@@ -156,6 +158,16 @@ def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = p
     return summary
 
 
+@contextmanager
+def reading(run: Path) -> Iterator[None]:
+    """transformers raises whatever it stumbles over in a damaged file."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"run must have a model and a tokenizer that can be read, got {run}: {type(error).__name__}, {said}") from None
+
+
 def classifier(run: Path, seed: int) -> Any:
     """The run's body under a new linear head. What the seed does not draw comes from the run."""
     import transformers
@@ -164,7 +176,7 @@ def classifier(run: Path, seed: int) -> Any:
     transformers.utils.logging.set_verbosity_error()  # that the head is new is what is wanted here
     transformers.utils.logging.disable_progress_bar()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with reading(run), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return shaped.hf.ShapedForSequenceClassification.from_pretrained(run, num_labels=2)
     finally:

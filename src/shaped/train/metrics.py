@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shaped.files import write_atomically
+from shaped.files import entries, write_atomically
 
 
 class Metrics:
@@ -35,15 +35,15 @@ class Metrics:
 
 
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, of one kind if it is given. A last line that was cut off is left out."""
+    """The lines of a run's metrics, of one kind if it is given; up to the first that was cut off or is none."""
     return [line for line in _lines(path) if kind in (None, line["kind"])]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
+            yield entries("line", json.loads(line), step=int, kind=str)
+        except (ValueError, RecursionError):
             return
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -9,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import torch.distributed as dist
 import transformers
 
 import shaped.hf
-from shaped.files import write_atomically, write_json
+from shaped.files import read_json, write_atomically, write_json
 from shaped.train import checkpoint, data, diagnostics
 from shaped.train.batches import Batches
+from shaped.train.lock import alone
 from shaped.train.losses import MaskedLoss
 from shaped.train.metrics import Metrics, read
 from shaped.train.results import Result, command_line, commit
@@ -30,8 +32,10 @@ from shaped.train.stepper import How, Plan, Say, Stepper
 
 OBSERVED_ROWS = 8
 LAST = 500  # steps over which the training loss of a result is averaged
-FREE = ("out", "data", "minutes", "keep", "tensorboard", "device", "compile", "graph", "attention", "log_every", "evaluate_every")
-FREE += ("observe_every", "checkpoint_every", "test_rows", "save_model")  # what may change when a run goes on
+WATCHING = ("out", "data", "minutes", "keep", "tensorboard", "log_every", "evaluate_every", "observe_every", "checkpoint_every")
+WATCHING += ("test_rows", "save_model")  # settings that change nothing of what is computed
+FREE = (*WATCHING, "device", "compile", "graph", "attention")  # what may change when a run goes on
+LEFT = ("settings.toml", "metrics.jsonl", "checkpoints", "tensorboard", "diverged.json")  # what a run that diverged leaves
 
 Steppers = dict[Any, Stepper]
 
@@ -49,12 +53,20 @@ def pretrain(settings: Settings, *, say: Say = print, progress: bool = False, st
 
     `steppers` are reused by runs of the same shapes in one process: nothing is then compiled again.
     """
-    claim(settings)
-    if (settings.out / "result.json").exists():
-        return Result.read(settings.out / "result.json")
-    with processes(settings.device) as (rank, world):
-        say = say if rank == 0 else (lambda _: None)
-        return Run(settings, rank, world, say, progress and rank == 0, {} if steppers is None else steppers).finish()
+    done = settings.out / "result.json"
+    with alone(settings.out) if is_first() and not done.exists() else nullcontext():
+        if is_first():
+            claim(settings)
+        if done.exists():
+            return Result.read(done)
+        with processes(settings.device) as (rank, world):
+            say = say if rank == 0 else (lambda _: None)
+            try:
+                return Run(settings, rank, world, say, progress and rank == 0, {} if steppers is None else steppers).finish()
+            except Diverged as error:
+                if rank == 0:
+                    write_json(settings.out / "diverged.json", {"why": str(error), "settings": computed(settings)})
+                raise
 
 
 def is_first() -> bool:
@@ -62,14 +74,41 @@ def is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def computed(settings: Settings) -> dict[str, Any]:
+    """The settings that what is computed depends on."""
+    return {name: value for name, value in asdict(settings).items() if name not in WATCHING}
+
+
+def why_diverged(settings: Settings) -> str:
+    """What was said when the run in this folder diverged with these very settings; nothing if it did not."""
+    path = settings.out / "diverged.json"
+    if (settings.out / "result.json").exists() or not path.exists():
+        return ""
+    about = read_json(path, why=str, settings=dict)
+    return about["why"] if about["settings"] == computed(settings) else ""
+
+
 def claim(settings: Settings) -> None:
-    """Is the folder free, or that of a run with the same settings?"""
+    """Is the folder free, or that of a run with the same settings? One that diverged makes room for one with others."""
     path = settings.out / "settings.toml"
-    if path.exists():
-        before, now = asdict(Settings.from_toml(path)), asdict(settings)
-        for name in now:
-            if name not in FREE and before[name] != now[name]:
-                raise ValueError(f"{name} must be {before[name]}, as in the run that {settings.out} holds, got {now[name]}")
+    if not path.exists():
+        return
+    before, now = asdict(Settings.from_toml(path)), asdict(settings)
+    differing = [name for name in now if name not in FREE and before[name] != now[name]]
+    if differing and (settings.out / "diverged.json").exists():
+        set_aside(settings.out)
+    elif differing:
+        name = differing[0]
+        raise ValueError(f"{name} must be {before[name]}, as in the run that {settings.out} holds, got {now[name]}")
+
+
+def set_aside(out: Path) -> None:
+    """Moves what a run that diverged left into a folder of its own."""
+    place = next(path for number in itertools.count(1) if not (path := out / f"diverged-{number}").exists())
+    place.mkdir()
+    for name in LEFT:  # diverged.json, which says that this may be done, last
+        if (out / name).exists():
+            (out / name).rename(place / name)
 
 
 @contextmanager
@@ -168,7 +207,7 @@ class Run:
         self.metrics = Metrics(self.out, self.step, settings.tensorboard, say) if rank == 0 else None
 
     def _resume(self) -> int:
-        found = checkpoint.latest(self.out / "checkpoints", self.say)
+        found = checkpoint.latest(self.out / "checkpoints", self.say, layout=dict, data=dict, losses=list)
         if found is None:
             return 0
         state, about = found
@@ -176,6 +215,8 @@ class Run:
             raise ValueError(f"checkpoints must be of this model, got other shapes in {self.out}")
         if about["data"] != self.hashes:
             raise ValueError(f"data must be what the run in {self.out} was trained on so far, got other text in {self.settings.data}")
+        if about["step"] > self.settings.steps or not all(isinstance(loss, int | float) for loss in about["losses"]):
+            raise ValueError(f"checkpoints must be of a run of {self.settings.steps} steps, with its losses, got other ones in {self.out}")
         self.stepper.load(state, about["step"])
         self._losses = about["losses"]
         self.say(f"going on from step {about['step']} of {self.settings.steps}")
@@ -286,6 +327,8 @@ class Run:
         """The finished run as Hugging Face keeps models: weights, config, tokenizer; and result.json, last."""
         test = read(self.out / "metrics.jsonl", "test")
         lines = read(self.out / "metrics.jsonl", "train")
+        if not test or not lines:
+            raise ValueError(f"metrics must have the losses of the last step, got none in {self.out}: delete it to begin anew")
         last = [line for line in lines if line["step"] > self.settings.steps - LAST] or lines[-1:]
         count = sum(line["count"] for line in last)
         result = Result(
@@ -305,6 +348,7 @@ class Run:
                 values = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}  # no longer views
                 self.model.save_pretrained(self.out, state_dict=values)
                 shutil.copytree(self.data.folder / "tokenizer", self.out, dirs_exist_ok=True)
+            (self.out / "diverged.json").unlink(missing_ok=True)  # at another time
             write_json(self.out / "result.json", result.to_dict())
         if dist.is_initialized():
             dist.barrier()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
+import typing
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from shaped.files import entries, read_json
 from shaped.train.settings import Settings
 
 
@@ -40,7 +41,10 @@ class Result:
     @classmethod
     def read(cls, path: Path) -> Result:
         try:
-            return cls(**json.loads(path.read_text()))
+            result = cls(**read_json(path))
+            kinds = {name: typing.get_origin(kind) or kind for name, kind in typing.get_type_hints(cls).items()}
+            entries(path.name, result.to_dict(), **kinds)
+            return result
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} must be the result of a run of `shaped pretrain`, got something else: {error}") from None
 

@@ -74,8 +74,8 @@ class Settings:
     tensorboard: bool = option(True, "Write TensorBoard files where tensorboard is installed.")
 
     def __post_init__(self) -> None:
+        check(self)
         for about in fields(self):
-            _check(about, getattr(self, about.name), HINTS[about.name])
             if about.type == "Path":
                 object.__setattr__(self, about.name, Path(getattr(self, about.name)))
         if self.width % self.heads:
@@ -115,8 +115,21 @@ class Settings:
 def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # what is no TOML, or no text
         raise ValueError(f"config must be a TOML file, got {path}: {error}") from None
+
+
+def like(name: str) -> Any:
+    """The setting of that name, for another class of settings."""
+    about = Settings.__dataclass_fields__[name]
+    return field(default=about.default, metadata=about.metadata)
+
+
+def check(settings: Any) -> None:
+    """Is every setting of a class made of `option` what it may be?"""
+    hints = typing.get_type_hints(type(settings))
+    for about in fields(settings):
+        _check(about, getattr(settings, about.name), hints[about.name])
 
 
 def _check(about: Field[Any], value: Any, kind: Any) -> None:
@@ -129,7 +142,7 @@ def _check(about: Field[Any], value: Any, kind: Any) -> None:
     if kind is bool and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
     if kind is int:
-        whole_number(name, value, least=rules["least"])
+        whole_number(name, value, least=rules["least"], most=(1 << 63) - 1)  # more fits into no tensor
     if kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if kind is float:
@@ -138,6 +151,8 @@ def _check(about: Field[Any], value: Any, kind: Any) -> None:
             raise ValueError(f"{name} must be at least {rules['low']:g}, got {value}")
     if kind in (str, Path) and not isinstance(value, str | Path):
         raise ValueError(f"{name} must be a text, got {value!r}")
+    if kind is Path and (not str(value) or "\0" in str(value)):
+        raise ValueError(f"{name} must be a path, got {str(value)!r}")
     if rules["choices"] and value not in rules["choices"]:
         raise ValueError(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")
 

@@ -1,6 +1,7 @@
 """`shaped study`: a queue of runs from one TOML file, one after another in one process, within a time limit.
 
-Runs of the same shapes share one compiled step. A queue that ran out of time goes on where it stopped when it is called again.
+Runs of the same shapes share one compiled step. A queue that ran out of time goes on where it stopped when it is called again. A run that
+diverged is not tried again with the same settings; one that failed for another reason is, and does not stop the others.
 
     out = "runs/lr"          # a folder a run
     minutes = 9.0            # for all of them; optional
@@ -14,16 +15,20 @@ Runs of the same shapes share one compiled step. A queue that ran out of time go
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shaped.checks import positive
-from shaped.train.collection import collect, from_folder
-from shaped.train.pretrain import Diverged, Steppers, Stopped, pretrain
+from shaped.train.collection import PLACES, Trained, collect, from_folder
+from shaped.train.lock import Busy
+from shaped.train.pretrain import Diverged, Steppers, Stopped, pretrain, why_diverged
 from shaped.train.settings import Settings, read_toml
 from shaped.train.stepper import Say
 
@@ -36,17 +41,28 @@ def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | Non
             raise ValueError(f"a study must have out, minutes, defaults and run, got {name} in {path}")
     if not file.get("run") or "out" not in file:
         raise ValueError(f"a study must have out and at least one [[run]], got {', '.join(file) or 'nothing'} in {path}")
+    for name, kind, wanted in (("out", str, "a path"), ("data", str, "a path"), ("defaults", dict, "a table"), ("run", list, "tables")):
+        if not isinstance(file.get(name, kind()), kind):
+            raise ValueError(f"{name} must be {wanted}, got {file[name]!r} in {path}")
     out = Path(file["out"])
     minutes = None if file.get("minutes") is None else positive("minutes", file["minutes"])
     defaults = file.get("defaults", {}) | ({"data": file["data"]} if "data" in file else {})
     runs: dict[str, Settings] = {}
     for entry in file["run"]:
+        if not isinstance(entry, dict):
+            raise ValueError(f"run must be tables, [[run]], got {entry!r} in {path}")
         given = defaults | entry
         name = given.pop("name", given.get("model", "run"))
         lists = {key: value for key, value in given.items() if isinstance(value, list)}
+        for key, values in lists.items():
+            if not values:
+                raise ValueError(f"{key} must be a value or a list of at least one, got [] for {name} in {path}")
         for values in product(*lists.values()):
             chosen = dict(zip(lists, values, strict=True))
-            label = "-".join([name, *(f"{key}{value:g}" if isinstance(value, float) else f"{key}{value}" for key, value in chosen.items())])
+            parts = [f"{key}{value:g}" if isinstance(value, float) else f"{key}{value}" for key, value in chosen.items()]
+            label = "-".join([str(name), *parts])
+            if label in ("", ".", "..") or any(sign in label for sign in "/\\\0"):
+                raise ValueError(f"names of runs must be names of folders, got {label!r} in {path}")
             if label in runs:
                 raise ValueError(f"names of runs must differ, got {label} twice in {path}")
             runs[label] = Settings.of(given | chosen | {"out": out / label})
@@ -55,35 +71,64 @@ def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | Non
 
 def study(path: Path, *, only: Sequence[str] = (), say: Say = print, progress: bool = False, **overrides: Any) -> dict[str, Any]:
     """Does the runs that are not done yet, or those of them named in `only`, and writes `study.json` (results) and `study.jsonl` (all
-    metrics) after each of them. Several processes may share a study, each with runs of its own."""
+    metrics) after each of them. Several processes may share a study: what one works on, the others leave alone.
+
+    In what it returns, as in `study.json`, `unfinished` says of a run that diverged `why`; `failed` has the errors of other runs by name.
+    """
     runs, minutes, out = plan(path, **overrides)
     for name in only:
         if name not in runs:
             raise ValueError(f"only must be among {', '.join(runs)}, got {name}")
     began, steppers = time.monotonic(), Steppers()
-    diverged: dict[str, str] = {}
+    failed: dict[str, str] = {}
     for name, settings in runs.items():
         if only and name not in only:
             continue
         left = None if minutes is None else minutes - (time.monotonic() - began) / 60
-        if left is not None and left <= 0:
-            say(f"{minutes:g} minutes are over before {name}; the same command goes on")
-            break
         started = time.monotonic()
         try:
+            if why := why_diverged(settings):
+                say(f"{name}: not tried again (delete {settings.out / 'diverged.json'} for that): {why}")
+                continue
+            if left is not None and left <= 0:
+                say(f"{minutes:g} minutes are over before {name}; the same command goes on")
+                break
             result = pretrain(replace(settings, minutes=left), say=say, progress=progress, steppers=steppers)
             took = time.monotonic() - started
             say(f"{name}: train {result.train_loss:.4f}, test {result.test_loss:.4f} ({result.steps} steps, {took:.0f} s)")
-        except Diverged as error:
-            diverged[name] = str(error)
+        except (Diverged, Busy) as error:
             say(f"{name}: {error}")
         except Stopped as error:
             say(f"{name}: {error}")
             break
-        report(runs, diverged, out)
-    return report(runs, diverged, out)
+        except Exception as error:  # of this run: the others may have none
+            failed[name] = in_a_line(error)
+            say(f"{name}: {failed[name]}")
+        if name in failed:  # now that the error, which holds on to what the run had in memory, is gone
+            steppers.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
+        report(runs, failed, out)
+    return report(runs, failed, out)
 
 
-def report(runs: dict[str, Settings], diverged: dict[str, str], out: Path) -> dict[str, Any]:
-    found = [from_folder(settings.out, settings, diverged.get(name, "")) for name, settings in runs.items()]
-    return collect(found, out / "study.json")
+def report(runs: dict[str, Settings], failed: dict[str, str], out: Path) -> dict[str, Any]:
+    return collect([left_of(name, settings) for name, settings in runs.items()], out / "study.json", failed=failed)
+
+
+def left_of(name: str, settings: Settings) -> Trained:
+    """What is left of a run; its plan alone, if its folder cannot be read, which was said when it was its turn, or is that of a run which
+    diverged with other settings."""
+    try:
+        found = from_folder(settings.out, settings)
+        if bool(found.why) == bool(why_diverged(settings)):
+            return found
+    except (KeyError, TypeError, ValueError):
+        pass
+    return Trained(name, {key: value for key, value in asdict(settings).items() if key not in PLACES})
+
+
+def in_a_line(error: Exception) -> str:
+    """What is wrong; errors that were not written for people say their kind as well."""
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

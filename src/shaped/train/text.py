@@ -6,13 +6,16 @@ import gzip
 import hashlib
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
 Line = str | None
 """A paragraph, or None where a document ends."""
+
+LONGEST = 1 << 16
+"""Bytes of a paragraph, about: longer ones come in pieces, so that memory does not grow with a line."""
 
 FILES = (".txt", ".gz", ".zst", ".text", ".md", ".tsv", ".csv", ".json", ".jsonl")
 
@@ -57,16 +60,17 @@ def _file_lines(source: str, advance: Callable[[int], object]) -> Iterator[str]:
     with ExitStack() as stack:
         raw = stack.enter_context(open(source, "rb"))
         stream = io.BufferedReader(stack.enter_context(_decompressed(raw, source)))
-        reported, number = 0, 0
+        reported, counted = 0, _Counted(stream)
         try:
-            for line in stream:
-                number += 1
-                yield line.decode()
+            for piece in _pieces(counted):
+                yield piece
                 if raw.tell() - reported >= 1 << 20:
                     advance(raw.tell() - reported)
                     reported = raw.tell()
         except UnicodeDecodeError as error:
-            raise ValueError(f"text must be UTF-8, got byte 0x{error.object[error.start]:02x} in line {number} of {source}") from None
+            raise ValueError(
+                f"text must be UTF-8, got byte 0x{error.object[error.start]:02x} in line {counted.number} of {source}"
+            ) from None
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"text must be a whole file, got {source}, which breaks off or is damaged: {error}") from None
         except Exception as error:
@@ -74,6 +78,46 @@ def _file_lines(source: str, advance: Callable[[int], object]) -> Iterator[str]:
                 raise
             raise ValueError(f"text must be a whole file, got {source}, which breaks off or is damaged: {error}") from None
         advance(raw.tell() - reported)
+
+
+class _Counted:
+    """Lines of a stream, or their parts of at most LONGEST bytes; and the number of the line that the last one is of."""
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream, self.number, self._ended = stream, 0, True
+
+    def __iter__(self) -> Iterator[bytes]:
+        while part := self._stream.readline(LONGEST):
+            self.number += self._ended
+            self._ended = part.endswith(b"\n")
+            yield part
+
+
+def _pieces(parts: Iterable[bytes]) -> Iterator[str]:
+    """Lines from parts that are lines or, but for the last of each line, LONGEST bytes of one; long lines in pieces, cut between words.
+
+    The tokenizer splits at spaces anyway, so the tokens are those of the whole line. Only a word longer than a piece is cut itself.
+    """
+    rest, given = b"", False  # what of the line is to come, and has any of its words been given?
+    for part in parts:
+        ended = part.endswith(b"\n")
+        part = rest + part
+        place = len(part) if ended or len(part) < LONGEST else _cut(part)
+        piece, rest = part[:place].decode(), part[place:]
+        words = bool(piece.strip())
+        if words or (ended and not given):  # only a line that is blank as a whole ends a document
+            yield piece
+        given = not ended and (given or words)
+    if rest.strip():
+        yield rest.decode()
+
+
+def _cut(part: bytes) -> int:
+    """Where its last word begins; without any space, its last character, which may not be whole."""
+    space = max(part.rfind(b" "), part.rfind(b"\t"))
+    if space >= 0:
+        return space + 1
+    return next((place for place in range(len(part) - 1, len(part) - 4, -1) if part[place] & 0xC0 != 0x80), len(part))
 
 
 def _decompressed(raw: IO[bytes], source: str) -> Any:
@@ -126,7 +170,8 @@ def _dataset_lines(source: str) -> Iterator[Line]:
     except Exception as error:
         raise ValueError(f"text must be a file or a dataset that can be loaded, got {source!r}: {str(error).splitlines()[0]}") from None
     for row in rows:
-        if "text" not in row:
-            raise ValueError(f"text must be a dataset with a column 'text', got {source!r} with {', '.join(row)}")
-        yield from row["text"].splitlines()
+        if not isinstance(row.get("text"), str):
+            raise ValueError(f"text must be a dataset with a column 'text' of texts, got {source!r} with {', '.join(row)}")
+        for line in row["text"].splitlines():
+            yield from (line,) if len(line) < LONGEST else _pieces(_Counted(io.BytesIO(line.encode() + b"\n")))
         yield None
