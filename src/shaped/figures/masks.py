@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 TITLE = "The attention that people use has an SDE too"
 SHOWS = (
-    "Beyond the paper: causal attention with 8 heads and an output projection, followed by the feed-forward layer. The tokens start along "
-    "one direction, every second one turned round (correlations ±0.9), where attention does most. The first token sees only itself: "
-    "attention makes the later ones longer than it and turns them away from it. Correlation of the first two tokens, of the first and the "
-    "last, and length of the last over that of the first, at the last layer. Thin: the SDE of full attention, and that without attention, "
-    "which the network does not follow."
+    "Beyond the paper: causal attention with 8 heads and an output projection, followed by the feed-forward layer, at the last layer. The "
+    "tokens start along one line, every second one turned round (correlations ±0.9), where attention does most. The first token sees only "
+    "itself: attention makes the others longer than it, and their correlation with it weaker. Full attention would lengthen all alike, "
+    "which changes no correlation. Dashed: the SDE; thin: the SDE of full attention, and that without attention, neither of which the "
+    "network follows."
 )
 CONTRAST = 0.25
 """How far the network's correlations must be from a wrong SDE's: half way between what the right SDE's must be within at the quick scale
 (0.11) and the distance of the SDEs from each other (0.38 to 0.41, found before a network was simulated)."""
 WRONG = {"full": "of full attention", "none": "without attention"}
+CORRELATIONS, RATIOS = (-0.98, -0.95, -0.9, -0.8, -0.6, -0.3, 0.0), (0.5, 0.7, 1.0, 1.4, 2.0)  # where the axes, artanh and log, have ticks
 NO_ATTENTION = 1e6  # a temperature at which attention is the identity
 
 
@@ -108,17 +109,18 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from shaped.figures.style import GREEN, VERMILION, densities_panel, sheet
 
     m = summary["tokens"]
-    labels = {"first": r"$\rho^{1\,2}_d$", "ends": rf"$\rho^{{1\,{m}}}_d$", "lengths": rf"$\frac{{1}}{{2}}\log\,V^{{{m}{m}}}_d/V^{{11}}_d$"}
+    labels = {"first": r"$\rho^{1\,2}_d$", "ends": rf"$\rho^{{1\,{m}}}_d$", "lengths": rf"$|X^{{{m}}}_d|\,/\,|X^1_d|$"}
     names = [name for name in labels if f"{name}_sde_grid" in arrays]
     figure, panels = sheet(len(names))
     for axes, name in zip(panels, names, strict=True):
-        densities_panel(axes, arrays, name, labels[name])
         for wrong, line, colour in (("full", "-.", VERMILION), ("none", ":", GREEN)):
             grid, density = arrays[f"{name}_{wrong}_grid"], arrays[f"{name}_{wrong}_density"]
-            axes.plot(grid, density, line, color=colour, linewidth=1.0, label=f"SDE {WRONG[wrong]}")
-        if name != "lengths":
-            ticks = np.array([-0.99, -0.95, -0.8, -0.5, 0.0, 0.5])
-            axes.set(ylabel=r"density of artanh $\rho$")
-            axes.set_xticks(np.arctanh(ticks), [f"{tick:g}" for tick in ticks])
-    panels[0].legend(loc="upper right")
+            axes.plot(grid, density, line, color=colour, linewidth=0.9, label=f"SDE {WRONG[wrong]}")
+        densities_panel(axes, arrays, name, labels[name])
+        ticks, places = (RATIOS, np.log(RATIOS)) if name == "lengths" else (CORRELATIONS, np.arctanh(CORRELATIONS))
+        axes.set_xticks(places, [f"{tick:g}" for tick in ticks])
+        axes.set(xlim=tuple(arrays[f"{name}_sde_grid"][[0, -1]]), ylabel="")
+    panels[0].set_ylabel("density (on the axis as drawn)")
+    handles, _ = panels[0].get_legend_handles_labels()
+    figure.legend(handles=handles[2:] + handles[:2], loc="outside upper center", ncols=4)
     return figure
