@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import ks_2samp, kstwobign, t
 
 from shaped.compare import Distance, distances
-from shaped.figures.claims import FAMILY, TOLERANCE, agreement, bootstrap_interval, mean_interval, row, share_interval, student
+from shaped.figures.claims import FAMILY, TOLERANCE, agreement, bootstrap_interval, mean_interval, row, separation, share_interval, student
 from shaped.figures.stability import largest_rise
 from stats import seed
 
@@ -68,6 +68,13 @@ def test_agreement_accepts_one_law_and_refuses_another():
     assert refused["threshold"] == pytest.approx(FAMILY * other.band + TOLERANCE)
     assert "band of one law" in refused["reason"]
     assert not refused["within_band"]
+
+
+def test_separation_wants_the_whole_interval():
+    far = Distance(0.3, 0.02, 0.05, 0.03, 0.01)
+    assert separation("x", 4, "words", far, 0.25)["holds"]
+    assert separation("x", 4, "words", far, 0.25)["interval"] == pytest.approx([0.2608, 0.3392])
+    assert not separation("x", 4, "words", far, 0.27)["holds"]
 
 
 def test_the_largest_rise_takes_the_upper_ends():

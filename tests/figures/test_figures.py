@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import SETTINGS
 
-from shaped.figures import fig2, lab, reproduce, store
+from shaped.figures import ensembles, fig2, lab, laws, reproduce, store
 from shaped.figures.lab import Lab
 from shaped.layers import attention
 from stats import generator, seed
@@ -109,8 +109,48 @@ def test_attention_without_centring_is_noticed(monkeypatch):
     monkeypatch.setattr(attention, "attention_matrix", lambda logits, bias, gamma1, gamma2: whole(logits, bias, gamma1, 0.0))
     assert "fig7.law" in failing(computed("fig7"))
     assert "fig1.law" in failing(computed("fig1"))
-    assert {"masks.first", "masks.last"} & failing(computed("masks"))
+    assert {"masks.first", "masks.ends"} & failing(computed("masks"))
     assert {"fig4.shaped.below", "fig4.shaped.median.below"} <= failing(computed("fig4"))
+
+
+def test_masks_notices_an_sde_without_attention(monkeypatch):
+    monkeypatch.setattr(attention.LogitPerturbation, "move", lambda term, point, h, normals: point)
+    assert failing(computed("masks")) >= {"masks.first", "masks.ends"}
+
+
+def test_masks_notices_an_sde_that_ignores_the_mask(monkeypatch):
+    whole = attention.resting_attention
+    monkeypatch.setattr(attention, "resting_attention", lambda mask, m, like: whole(None, m, like))
+    assert failing(computed("masks")) >= {"masks.first", "masks.ends"}
+
+
+def test_masks_notices_a_layer_both_of_whose_faces_ignore_the_mask(monkeypatch):
+    """Network and SDE then agree; that they are not those of full attention is what fails."""
+    monkeypatch.setattr(attention, "logit_bias", lambda mask, m, like: like.new_zeros(m, m))
+    assert failing(computed("masks")) >= {"masks.first.not-full", "masks.ends.not-full"}
+
+
+def test_masks_counts_the_only_pair_of_two_tokens_once():
+    made = computed("masks", tokens=2)
+    assert [row["id"] for row in made.claims] == [
+        "masks.first.m2",
+        "masks.first.not-full.m2",
+        "masks.first.not-none.m2",
+        "masks.lengths.m2",
+    ]
+
+
+def test_tokens_along_one_line_are_turned_round_in_turn():
+    start = ensembles.Ensemble(layer=attention.ShapedAttention(0.5), m=3, n=8, d=1, samples=1, seed=0, rho=0.9, alternating=True).V0
+    assert start.tolist() == [[1.0, -0.9, 0.9], [-0.9, 1.0, -0.9], [0.9, -0.9, 1.0]]
+
+
+def test_laws_of_which_nothing_is_left_are_neither_alike_nor_apart():
+    one, none = np.zeros((10, 1)), np.zeros((0, 1))
+    for bound in ({}, {"at_least": 0.2}):
+        row = laws.law_row("x", 4, "words", one, none, 0, **bound)
+        assert not row["holds"]
+        assert "explodes" in row["reason"]
 
 
 def test_claims_are_made_for_two_four_and_eight_tokens_and_the_drawn_one(monkeypatch):

@@ -77,6 +77,12 @@ def agreement(id: str, m: int, claim: str, distance: Distance) -> Row:
     return made | {"band": distance.band, "within_band": distance.within_band}
 
 
+def separation(id: str, m: int, claim: str, distance: Distance, at_least: float) -> Row:
+    """Two laws are apart: their distance, with its 95 % interval by the bootstrap, is at least so much."""
+    reach = 1.96 * distance.error
+    return row(id, m, claim, distance.value, (distance.value - reach, distance.value + reach), at_least=at_least)
+
+
 def student(degrees: int) -> float:
     """The 97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5; 3 % too small for 2 degrees of freedom, 0.2 % for 5)."""
     z = 1.959964

@@ -41,7 +41,7 @@ def models(gamma: float, mask: Mask = None) -> dict[str, Layer]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ensemble:
-    """Networks of width n and depth d, or paths of the SDE to the same time d/n, all from equicorrelated tokens."""
+    """Networks of width n and depth d, or paths of the SDE to the same time d/n, all from one covariance V0."""
 
     layer: Layer
     m: int
@@ -51,6 +51,7 @@ class Ensemble:
     seed: int
     rho: float = 0.2
     variance: float = 1.0
+    alternating: bool = False  # every second of the equicorrelated tokens is turned round
     step: float = 0.01  # of the SDE
     record: Record = "last"
     upper: float | None = EXPLODED
@@ -60,7 +61,9 @@ class Ensemble:
 
     @property
     def V0(self) -> Tensor:
-        return equicorrelated(self.m, self.rho, self.variance)
+        V0 = equicorrelated(self.m, self.rho, self.variance)
+        sign = (-1.0) ** torch.arange(self.m) if self.alternating else torch.ones(self.m)
+        return sign[:, None] * V0 * sign
 
     @property
     def how(self) -> dict[str, Any]:

@@ -7,14 +7,15 @@ from functools import partial
 
 import numpy as np
 
-from shaped.compare import compare
-from shaped.figures.claims import TOLERANCE, Row, agreement, row
-from shaped.figures.density import joint_densities
+from shaped.compare import Sample, distances
+from shaped.figures.claims import TOLERANCE, Row, agreement, row, separation
+from shaped.figures.density import joint_densities, pairs
 from shaped.figures.ensembles import FACES, Arrays, ensemble_at, jobs, trajectory
 from shaped.figures.lab import Lab
 from shaped.layers import Layer, ShapedAttention, ShapedFeedForward
+from shaped.trajectory import Trajectory
 
-Pair = tuple[int, int] | None
+RESAMPLES = 400
 Key = tuple[str, int, str]
 TITLES = {"rho": "correlation", "V": "covariance"}
 
@@ -49,30 +50,39 @@ def law_jobs(name: str, settings: Settings, layer: Layer, lab: Lab) -> dict[Key,
     }
 
 
-def pair_claims(
-    id: str, words: str, statistic: str, found: dict[Key, Arrays], name: str, lab: Lab, pair: Pair = None, last: bool = False
-) -> list[Row]:
-    """Whether the two laws of "rho" or "V" agree, for each number of tokens; over all pairs, one pair, or the last two tokens."""
+def survivors(arrays: Arrays) -> Trajectory:
+    """The paths that did not stop before the last layer."""
+    paths = trajectory(arrays)
+    running = paths.stopped > paths.t[-1]
+    return Trajectory(paths.t, paths.V[:, running], paths.stopped[running])
+
+
+def pair_entries(statistic: str, arrays: Arrays) -> Sample:
+    """ "rho" or "V" of every pair of tokens at the last layer."""
+    return pairs(getattr(survivors(arrays), statistic)[-1].numpy())
+
+
+def law_row(id: str, m: int, claim: str, one: Sample, other: Sample, seed: int, at_least: float | None = None) -> Row:
+    """Whether two laws agree or, given `at_least`, are so far apart."""
+    if min(len(one), len(other)) < 2:
+        why = "one of them explodes before the last layer"
+        if at_least is None:
+            return row(id, m, claim, 1.0, (1.0, 1.0), at_most=TOLERANCE, why=why)
+        return row(id, m, claim, 0.0, (0.0, 1.0), at_least=at_least, why=why)
+    distance, _ = distances(one, other, RESAMPLES, np.random.default_rng(seed))
+    return agreement(id, m, claim, distance) if at_least is None else separation(id, m, claim, distance, at_least)
+
+
+def pair_claims(id: str, words: str, statistic: str, found: dict[Key, Arrays], name: str, lab: Lab) -> list[Row]:
+    """Whether the two laws of "rho" or "V", over all pairs of tokens, agree, for each number of tokens."""
+    claim = f"{words}: Kolmogorov-Smirnov distance of the {TITLES[statistic]}s"
     rows = []
     for m in lab.counts:
-        one, other = (trajectory(found[name, m, face]) for face in FACES)
-        tokens = (m - 2, m - 1) if last else pair
-        claim = f"{words}: Kolmogorov-Smirnov distance of the {TITLES[statistic]}s"
-        if min(int((path.stopped > path.t[-1]).sum()) for path in (one, other)) < 2:
-            rows.append(row(id, m, claim, 1.0, (1.0, 1.0), at_most=TOLERANCE, why="one of them explodes before the last layer"))
-            continue
-        distance = compare(one, other, statistics=(statistic,), pair=tokens, seed=lab.seed).ks[statistic]
-        rows.append(agreement(id, m, claim, distance))
+        network, sde = (pair_entries(statistic, found[name, m, face]) for face in FACES)
+        rows.append(law_row(id, m, claim, network, sde, lab.seed))
     return rows
 
 
-def drawn_densities(statistic: str, found: dict[Key, Arrays], name: str, lab: Lab, pair: Pair = None) -> dict[str, np.ndarray]:
-    """Histograms and density estimates of the paths that did not stop, at the last layer, for the tokens that are drawn."""
-    samples: dict[str, np.ndarray] = {}
-    m = lab.tokens
-    rows, columns = np.triu_indices(m, 1) if pair is None else ([pair[0]], [pair[1]])
-    for face in FACES:
-        paths = trajectory(found[name, m, face])
-        running = paths.stopped > paths.t[-1]
-        samples[face] = getattr(paths, statistic)[-1][running].numpy()[:, rows, columns].ravel()
-    return joint_densities(statistic if pair is None else f"{statistic}{pair[0]}{pair[1]}", samples)
+def drawn_densities(statistic: str, found: dict[Key, Arrays], name: str, lab: Lab) -> dict[str, np.ndarray]:
+    """Histograms and density estimates for the number of tokens that is drawn."""
+    return joint_densities(statistic, {face: pair_entries(statistic, found[name, lab.tokens, face]).ravel() for face in FACES})

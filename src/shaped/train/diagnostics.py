@@ -89,3 +89,11 @@ def first_non_finite(model: nn.Module, loss: Callable[[], Tensor]) -> str:
         for hook in hooks:
             hook.remove()
     return f"the output of {places[0]}" if places else "the loss itself, not any layer's output"
+
+
+def last_non_finite(model: nn.Module, gradients: dict[str, Tensor]) -> str:
+    """Where a gradient breaks that a finite loss had: backwards, that of the last parameters is the first."""
+    broken = [name for name, _ in model.named_parameters() if not gradients[name].isfinite().all()]
+    if not broken:
+        return "another process's rows, or in rounding that does not come again without the compiler"
+    return f"that of {broken[-1]} (and {len(broken) - 1} more)"

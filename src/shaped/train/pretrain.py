@@ -247,7 +247,7 @@ class Run:
         batches = self.batches.chunk(self.step, count)
         losses = self.stepper.run(batches, self.plan)
         if self.stepper.step != self.step + count:
-            self._report_divergence(batches)
+            self._report_divergence(batches, losses)
         self.step += count
         self.stepper.set_share(self.plan.share(self.step))  # looks, test losses and checkpoints see the model as the next step would
         self._losses = [*self._losses, *losses][-settings.log_every :]
@@ -299,7 +299,7 @@ class Run:
         if dist.is_initialized():
             dist.barrier()
 
-    def _report_divergence(self, batches: tuple[torch.Tensor, ...]) -> None:
+    def _report_divergence(self, batches: tuple[torch.Tensor, ...], losses: list[float]) -> None:
         """Nothing moved after the step that broke: it can be computed again."""
         step = self.stepper.step
         batch = tuple(tensor[step - self.step] for tensor in batches)
@@ -308,8 +308,11 @@ class Run:
             with self.stepper.cast():
                 return self.stepper.eager_loss(*batch)
 
-        place = diagnostics.first_non_finite(self.stepper.twin, again)
-        raise Diverged(f"the loss of step {step} is not finite: it began in {place}; {self._last_good()}")
+        if math.isfinite(losses[step - self.step]):
+            broken, place = "a gradient", diagnostics.last_non_finite(self.model, self.stepper.gradients_of(batch))
+        else:
+            broken, place = "the loss", diagnostics.first_non_finite(self.stepper.twin, again)
+        raise Diverged(f"{broken} of step {step} is not finite: it began in {place}; {self._last_good()}")
 
     def _last_good(self) -> str:
         kept = checkpoint.found(self.out / "checkpoints")
