@@ -179,16 +179,18 @@ def timed(chunk: Callable[[], None], length: int, steps: int) -> dict[str, float
     return {"ms": statistics.median(times), "ms_least": min(times), "ms_most": max(times)}
 
 
-def profile(stepper: Stepper, batches: Batches, plan: Plan) -> str:
+def profile(stepper: Stepper, batches: Batches, plan: Plan, steps: int = 4) -> list[dict[str, Any]]:
+    """The kernels (on a CPU: operators) of a step that take longest, with their milliseconds and launches a step."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profiled(activities=activities) as found:
-        stepper.run(batches.chunk(stepper.step, 4), plan)
+    gpu = torch.cuda.is_available()
+    with profiled(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
+        stepper.run(batches.chunk(stepper.step, steps), plan)
         synchronize()
-    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    return found.key_averages().table(sort_by=by, row_limit=45, max_name_column_width=90)
+    rows = [(row.self_device_time_total if gpu else row.self_cpu_time_total, row.count, row.key) for row in found.key_averages()]
+    longest = sorted(rows, reverse=True)[:40]
+    return [{"name": name, "ms_a_step": time / steps / 1e3, "launches_a_step": count / steps} for time, count, name in longest]
 
 
 def main() -> None:
@@ -206,6 +208,7 @@ def main() -> None:
     masked = round(0.15 * size.length)
     ceiling, flops = matrix_rate(device), size.flops(masked)
     rows: dict[str, dict[str, float]] = {}
+    profiled: dict[str, Any] = {}
     kernels = attention_kernels(size, device) if gpu else {}
     print("attention kernels, forward and backward, µs:", {name: round(value, 1) for name, value in kernels.items()}, flush=True)
     wanted = arguments.models.split(",")
@@ -219,7 +222,9 @@ def main() -> None:
             rows[f"{name}, {compile}, {stream} stream"] = found
             print(name, compile, stream, {key: round(value, 2) for key, value in found.items()}, flush=True)
             if arguments.profile and len(rows) == 1:
-                print(profile(stepper, batches, plan), flush=True)
+                profiled = {"model": name, "kernels": profile(stepper, batches, plan)}
+                for kernel in profiled["kernels"]:
+                    print(f"{kernel['ms_a_step']:8.3f} ms {kernel['launches_a_step']:7.1f} x  {kernel['name'][:100]}", flush=True)
             del stepper, batches, plan
     for mode in (None, "reduce-overhead") if "bert" in wanted else ():
         try:
@@ -237,7 +242,7 @@ def main() -> None:
         table.add_row(name, f"{row['ms']:.2f}", spread, f"{row['tflops']:.0f}", f"{row['share']:.2f}", f"{row['start_s']:.0f}")
     Console(width=140).print(table)
     about = {"size": size.__dict__, "masked": masked, "tflop_a_step": flops / 1e12, "matrix_tflops": ceiling, "attention_us": kernels}
-    report(arguments.out, about | {"models": rows})
+    report(arguments.out, about | {"models": rows} | ({"profile": profiled} if profiled else {}))
 
 
 if __name__ == "__main__":

@@ -215,6 +215,16 @@ def test_a_loss_that_is_not_finite_names_step_layer_and_checkpoint(tiny: Setting
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_a_gradient_that_is_not_finite_is_told_from_a_loss(tiny: Settings):
+    """Keys of 1e30 leave a softmax of zeros and ones, and a finite loss, but the norm of the queries' gradient overflows."""
+    run = Run(tiny, 0, 1, lambda line: None, False, {})
+    with torch.no_grad():
+        run.model.get_parameter("model.layers.1.block.attention.key.weight").normal_(std=1e30, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(Diverged, match=r"^a gradient of step 0 is not finite: it began in that of model\.layers\.1\.block\.attention"):
+        run._advance(lambda *shown: None)
+    assert run.stepper.step == 0
+
+
 def test_parameters_that_are_not_finite_are_named(tiny: Settings):
     run = Run(tiny, 0, 1, lambda line: None, False, {})
     with torch.no_grad():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TITLE = "The baseline's attention collapses at large learning rates"
 SHOWS = (
     "Mean entropy of the softmax, over rows and heads, of the first and the seventh layer against training steps, for each learning rate: "
-    "Recover above, Pre-LN below. A cross ends a run whose loss or gradient was no longer finite; the dotted line is what we call collapsed."
+    "Recover above, Pre-LN below. A cross: loss or gradient no longer finite; the dotted line is what we call collapsed."
 )
 LAYERS, MODELS = (1, 7), ("recover", "preln")
 COLLAPSED, LARGE = 0.5, 1e-3

@@ -92,8 +92,9 @@ def first_non_finite(model: nn.Module, loss: Callable[[], Tensor]) -> str:
 
 
 def last_non_finite(model: nn.Module, gradients: dict[str, Tensor]) -> str:
-    """Where a gradient breaks that a finite loss had: backwards, that of the last parameters is the first."""
-    broken = [name for name, _ in model.named_parameters() if not gradients[name].isfinite().all()]
+    """Where a gradient breaks, or its norm, though the loss is finite: backwards, that of the last parameters is the first."""
+    norms = {name: torch.linalg.vector_norm(gradient, dtype=torch.float32) for name, gradient in gradients.items()}
+    broken = [name for name, _ in model.named_parameters() if not norms[name].isfinite()]
     if not broken:
         return "another process's rows, or in rounding that does not come again without the compiler"
     return f"that of {broken[-1]} (and {len(broken) - 1} more)"

@@ -152,6 +152,7 @@ def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = p
     for name in scores[0]:
         values = [one[name] for one in scores]
         summary[name] = {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None, "values": values}
+    summary |= {"precision": "bf16" if how.half else "float32", "stream": str(how.stream).removeprefix("torch.")}
     summary |= {"epochs": settings.epochs, "lr": settings.lr, "batch": settings.batch, "warmup": settings.warmup, "length": length}
     summary |= {"examples": {part: len(parts[part]) for part in parts}, "run": result.command, "commit": commit()}
     write_json(run / f"glue-{settings.task}.json", summary)
