@@ -5,7 +5,7 @@ gradient of the values, x = the gradient of the output, R the transpose. Both ar
 once, next to a first, smaller pass for the sums of x over blocks of tokens.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def correct(
     """out = y + gamma1 x - gamma2 R x, where out may be y. The gradients of the gains, [heads, 2], if wanted."""
     batch, x_heads, m, D = x.shape
     heads = y.shape[1]
-    blocks = triton.cdiv(m, BLOCK)
+    blocks = -(-m // BLOCK)
     sums = x.new_empty((batch, x_heads, blocks, D), dtype=torch.float32)
     dgamma = x.new_empty((batch, x_heads, blocks, 2), dtype=torch.float32) if gains else None
     with torch.cuda.device(x.device):

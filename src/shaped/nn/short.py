@@ -31,8 +31,13 @@ def shared_memory(m: int, D: int) -> int:
 
     Read off the compiled kernels of compute capability 8.0 to 12.0; at 128 tokens of 96 features, consumer GPUs have not enough.
     """
-    M, E = (max(16, 1 << (size - 1).bit_length()) for size in (m, D))
+    M, E = tile(m), tile(D)
     return 2 * (4 * M * E + M * max(M, E)) + 1024
+
+
+def tile(size: int) -> int:
+    """A power of 2, as Triton's tiles must have, with room for this; products of matrices want 16 at least."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def attention(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float) -> Tensor:

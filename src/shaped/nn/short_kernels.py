@@ -4,7 +4,7 @@ Queries, keys and values stand beside each other, as one product makes them: [ba
 the same way. Tiles have M >= m rows and E >= D columns, powers of 2; what is beyond m and D reads as 0.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from shaped.nn.short import tile
 
 LOG2E = tl.constexpr(1.4426950408889634)  # powers of 2 are what the hardware has
 
@@ -108,4 +110,4 @@ def backward(
 def _sizes(qkv: Tensor, heads: int) -> tuple[int, int, int, tuple[int, int]]:
     batch, m, width = qkv.shape
     D = width // (3 * heads)
-    return batch, m, D, (max(16, triton.next_power_of_2(m)), max(16, triton.next_power_of_2(D)))  # as `short.shared_memory` has it
+    return batch, m, D, (tile(m), tile(D))
