@@ -129,6 +129,21 @@ def test_text_is_streamed(tmp_path: Path):
     assert 1e6 < sum(read) < 4e6 < path.stat().st_size
 
 
+def test_the_same_text_gives_the_same_arrays(tmp_path: Path):
+    """Also where words and pairs of letters are equally frequent: what breaks ties must not be the order of a hash table."""
+    rng = np.random.default_rng(5)
+    letters = list("abcdefghijklmnopqrstuvwxyzäöüßéèñç")
+    words = ["".join(rng.choice(letters, 6)) for _ in range(400)]
+    (tmp_path / "text.txt").write_text("\n\n".join(" ".join(words[i : i + 10]) for i in range(0, 400, 10)))
+    how: dict[str, Any] = HOW | {"vocab": 200}
+    made = [data.prepare([str(tmp_path / "text.txt")], tmp_path / out, **how) for out in ("one", "two", "three")]
+    assert len({(one.facts["train"]["sha256"], one.facts["valid"]["sha256"]) for one in made}) == 1
+    assert len({(one.folder / "tokenizer" / "tokenizer.json").read_bytes() for one in made}) == 1
+    vocabulary = json.loads((made[0].folder / "tokenizer" / "tokenizer.json").read_text())
+    assert [token["content"] for token in vocabulary["added_tokens"]] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert len(vocabulary["model"]["vocab"]) == 200
+
+
 def test_a_line_without_end_comes_in_pieces(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Short ones, cut between words, and few of them at a time: memory does not grow with the line. The tokens are those of the whole."""
     words = " ".join(text.read_text().split())

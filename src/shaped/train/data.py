@@ -237,16 +237,30 @@ def _tokenizer(out: Path, text: Callable[[], Iterator[str]], vocab: int, length:
 
     folder = out / "tokenizer"
     if not folder.exists():
-        tokenizer: Any = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(vocab_size=vocab, special_tokens=list(SPECIAL), show_progress=False)
-        tokenizer.train_from_iterator(text(), trainer)
-        if tokenizer.get_vocab_size() == len(SPECIAL):
+
+        def cutting(model: Any) -> Any:
+            made: Any = Tokenizer(model)
+            made.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
+            made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            made.decoder = decoders.WordPiece()
+            return made
+
+        def entries(size: int, first: list[str]) -> dict[str, int]:
+            """A vocabulary of so many entries, these before all others."""
+            made = cutting(models.WordPiece(unk_token=UNKNOWN))
+            made.train_from_iterator(text(), trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False))
+            return made.get_vocab()
+
+        # The trainer numbers characters inside of words as it meets them in a table that is ordered anew in every process, and between
+        # equally frequent pairs the numbers decide. So they are looked for first, and given in order.
+        characters = entries(len(SPECIAL), list(SPECIAL))
+        if len(characters) == len(SPECIAL):
             raise ValueError("text must have words to make a vocabulary from, got none")
-        if tokenizer.get_vocab_size() > vocab:
-            raise ValueError(f"vocab must have room for the text's characters, at least {tokenizer.get_vocab_size()}, got {vocab}")
+        if len(characters) > vocab:
+            raise ValueError(f"vocab must have room for the text's characters, at least {len(characters)}, got {vocab}")
+        inside = sorted(entry for entry in characters if entry.startswith("##"))
+        tokenizer = cutting(models.WordPiece(vocab=entries(vocab, [*SPECIAL, *inside]), unk_token=UNKNOWN))
+        tokenizer.add_special_tokens(list(SPECIAL))
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{FIRST} $A {END}", pair=f"{FIRST} $A {END} $B:1 {END}:1", special_tokens=[(FIRST, 2), (END, 3)]
         )
