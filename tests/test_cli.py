@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from shaped import cli, files
 from shaped.figures import laws
@@ -198,3 +199,32 @@ def test_importing_the_library_stays_light():
     script = f"import sys, shaped; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes."),
+    ],
+    ids=["Python", "GPU", "CPU"],
+)
+def test_too_little_memory_is_said_in_a_line(error, monkeypatch, capsys):
+    def app(**how):
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+    assert run(monkeypatch, "simulate") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("shaped: this takes more memory than there is")
+    assert said.count("\n") == 1
+
+
+def test_other_errors_of_ours_are_not_hidden(monkeypatch):
+    def app(**how):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(RuntimeError, match="a defect"):
+        cli.main()

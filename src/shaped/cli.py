@@ -52,14 +52,19 @@ def main() -> None:
         sys.exit(code)
     except (ValueError, OSError, ArithmeticError) as error:
         complain(str(error))
-    except MemoryError:
-        complain("this takes more memory than there is: fewer tokens, samples or steps")
     except Exception as error:
+        if is_lack_of_memory(error):
+            complain("this takes more memory than there is: fewer tokens, samples or steps; in training, a smaller batch or model")
         # typer brings its own copy of click and does not export the base of its usage errors; BadParameter stands for them.
         if not isinstance(error, typer.BadParameter.__bases__):
             raise
         usage_error: Any = error
         complain(usage_error.format_message())
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """Python's, a GPU's (whose class is not imported for this), or that of PyTorch's CPU allocator, which has no class of its own."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def complain(message: str) -> None:
