@@ -128,7 +128,8 @@ def reproduce(
         draw(id, out, saved)
         rows = saved.summary["claims"]
         claims += rows
-        say(f"{id:<7} {sum(row['holds'] for row in rows):>3} of {len(rows):>3} claims hold  {note}")
+        held = f"{sum(row['holds'] for row in rows):>3} of {len(rows):>3} claims hold" if rows else "no claims"
+        say(f"{id:<7} {held}  {note}")
         for row in rows:
             if not row["holds"]:
                 say(f"        {row['id']} fails: {row['claim']}: {row['reason']}")

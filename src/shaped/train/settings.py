@@ -34,7 +34,7 @@ class Settings:
     hidden: int | None = option(None, "Width inside the feed-forward layers; 4 times the width by default.", least=1)
     gamma: float = option(0.1, "Where the gains of the residual branches start.", low=0.0)
     gamma_feedforward: float | None = option(None, "Where those of the feed-forward branches start, if not at gamma.", low=0.0)
-    tau0: float = option(1.0, "Temperature: smaller ones make larger queries and keys at the start.", low=1e-6)
+    tau0: float = option(1.0, "Temperature, times sqrt(n n_k): width^-1/2 is the usual one, less is sharper at the start.", low=1e-6)
     c_minus: float = option(-1.0, "Shaped ReLU: the negative slope starts at 1 + c_minus/sqrt(n).")
     train_gains: bool = option(True, "Train lambda and gamma.")
     embedding_norm: bool = option(False, "LayerNorm on the embedding.")
