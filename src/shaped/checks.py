@@ -24,6 +24,13 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
     return number
 
 
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} must be whole numbers separated by commas, got {text!r}") from None
+
+
 def in_range(name: str, value: Any, low: float, high: float) -> float:
     """The value as a float in [low, high]."""
     if not low <= _float(name, value) <= high:

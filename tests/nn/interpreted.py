@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import torch
 
-torch.cuda.device = torch.cuda.device_of = lambda where: nullcontext()  # there is none
+from shaped.nn import kernels, short_kernels
 
-from shaped.nn import kernels, short_kernels  # noqa: E402 (after the line above)
+torch.cuda.device = torch.cuda.device_of = lambda where: nullcontext()  # there is none
 
 
 def near(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
