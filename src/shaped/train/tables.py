@@ -32,11 +32,11 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 }
 
 
-CHOSEN = ("gamma", "gamma_feedforward", "tau0", "c_minus", "train_gains", "gain_lr", "recover_steps", "shaping_lr")
-CHOSEN += ("embedding_norm", "embedding_std", "head_std", "tied", "warmup", "decay", "embedding_lr", "head_lr", "clip")
+OF_SHAPED = ("gamma", "gamma_feedforward", "tau0", "c_minus", "train_gains", "gain_lr", "recover_steps", "shaping_lr")
+OF_RECOVER, OF_LEARN = ("recover_steps",), ("shaping_lr",)
+CHOSEN = (*OF_SHAPED, "embedding_norm", "embedding_std", "head_std", "tied", "warmup", "decay", "embedding_lr", "head_lr", "clip")
 """What is tried to find the best, beside the learning rate. The rest of the settings (logs, devices, checkpoints) changes no result beyond
 rounding."""
-OF_SHAPED, OF_RECOVER, OF_LEARN = CHOSEN[:8], ("recover_steps",), ("shaping_lr",)
 LOSSES = ("train_loss", "test_loss")
 DEFAULTS: dict[str, Any] = {about.name: about.default for about in fields(Settings)}
 
