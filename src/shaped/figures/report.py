@@ -16,13 +16,15 @@ NEEDED = {"title", "shows", "scale", "tokens", "seed", "device", "version", "set
 STYLE = """
 body { font: 16px/1.45 Georgia, serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
 h1, h2 { font-family: system-ui, sans-serif; line-height: 1.2 } h2 { margin-top: 3rem; border-top: 1px solid #ccc; padding-top: 1rem }
-img { max-width: 100%; max-height: 22rem; display: block; margin: 1rem auto }
-table { border-collapse: collapse; font: 13px/1.35 system-ui, sans-serif; width: 100%; margin: 1rem 0 }
+img { max-width: 100%; max-height: 28rem; display: block; margin: 1rem auto }
+.wide { overflow-x: auto; margin: 1rem 0 } table { border-collapse: collapse; font: 13px/1.35 system-ui, sans-serif; width: 100% }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top; font-variant-numeric: tabular-nums }
-.holds { color: #00573d } .fails { color: #a33b00; font-weight: bold } .small { font: 13px/1.4 system-ui, sans-serif; color: #555 }
+.number { white-space: nowrap } .holds { color: #00573d } .fails { color: #a33b00; font-weight: bold } .why { color: #a33b00 }
+.small { font: 13px/1.4 system-ui, sans-serif; color: #555 }
 """
 HEAD = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>The Shaped Transformer, reproduced</title><style>{STYLE}</style></head><body>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>The Shaped Transformer, reproduced</title><style>{STYLE}</style></head><body>
 <h1>The Shaped Transformer, reproduced</h1>
 """
 RULES = f"""A claim holds if its whole 95 % interval lies on the right side of a threshold that was fixed before the run; where two laws are
@@ -69,33 +71,35 @@ def section(id: str, summary: dict[str, Any], picture: bytes) -> str:
         {"paper": "paper scale", "quick": "quick scale: fewer samples than the paper's"}.get(summary["scale"], "as trained"),
     ]
     more = summary.get("table")
+    found = table(["claim", "m", "measured", "95 % interval", "threshold", ""], map(claim, summary["claims"])) if summary["claims"] else ""
     extra = table(more["columns"], [[escape(shown(cell)) for cell in cells] for cells in more["rows"]]) if more else ""
     return (
         f'<h2 id="{id}">{escape(id)}: {escape(summary["title"])}</h2>\n<p>{escape(summary["shows"])}</p>\n'
         f'<img alt="{escape(summary["title"])}" src="data:image/png;base64,{data}">\n<p class="small">{"; ".join(facts)}.</p>\n'
-        f"{extra}{table(['claim', 'm', 'measured', '95 % interval', 'threshold', ''], map(claim, summary['claims']))}"
+        f"{extra}{found}"
     )
 
 
 def claim(row: dict[str, Any]) -> list[str]:
     low, high = ("no end" if end is None else end for end in row["interval"])
-    verdict = '<span class="holds">holds</span>' if row["holds"] else f'<span class="fails">fails: {escape(row["reason"])}</span>'
-    threshold = f"{row['relation']} {shown(row['threshold'])}"
-    return [escape(row["claim"]), shown(row["tokens"]), shown(row["value"]), f"{shown(low)} to {shown(high)}", threshold, verdict]
+    verdict = "holds" if row["holds"] else "fails"
+    text = escape(row["claim"]) + ("" if row["holds"] else f'<br><span class="why">fails: {escape(row["reason"])}</span>')
+    numbers = [shown(row["tokens"]), shown(row["value"]), f"{shown(low)} to {shown(high)}", f"{row['relation']} {shown(row['threshold'])}"]
+    return [text, *(f'<span class="number">{number}</span>' for number in numbers), f'<span class="{verdict}">{verdict}</span>']
 
 
 def table(columns: list[str], rows: Iterable[list[str]]) -> str:
     """Cells are HTML already."""
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
     return (
-        f"<table><tr>{head}</tr>\n"
+        f'<div class="wide"><table><tr>{head}</tr>\n'
         + "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n" for cells in rows)
-        + "</table>\n"
+        + "</table></div>\n"
     )
 
 
 def held(rows: list[dict[str, Any]]) -> str:
-    return f"{sum(row['holds'] for row in rows)} of {len(rows)}"
+    return f"{sum(row['holds'] for row in rows)} of {len(rows)}" if rows else "–"
 
 
 def seconds(summary: dict[str, Any]) -> str:
