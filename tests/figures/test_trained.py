@@ -111,6 +111,11 @@ def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
     alone, reason = value(1.9, 2.0, seeds=1)
     assert not alone
     assert "do not prove" in reason
+    results = [replace(RUN, test_loss=2.0 + 0.001 * seed, seed=seed) for seed in range(2)] + [replace(RUN, schedule="learn", test_loss=1.9)]
+    results += [replace(RUN, model="preln", test_loss=2.0 + 0.001 * seed, seed=seed) for seed in range(2)]
+    (row,) = table1.claims(table1.table1(results))  # Learn's one seed, though the least, is no reason not to look at Recover's two
+    assert row["holds"]
+    assert "Recover" in row["claim"]
     curves = [
         {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0]},
         {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2]},

@@ -81,7 +81,8 @@ def table2(runs: Iterable[Trained]) -> list[dict[str, Any]]:
         for task, scores in sorted(run.glue.items()):
             score = scores["score"]
             rows.append(
-                {name: getattr(run.result, name) for name in ("name", "depth", "steps", "lr", "gamma", "seed")}
+                {name: getattr(run.result, name) for name in ("name", "depth", "steps", "lr", "seed")}
+                | {"gamma": run.result.gamma if run.result.model == "shaped" else None}
                 | {"task": task, "score": score, "mean": scores[score]["mean"], "std": scores[score]["std"], "seeds": len(scores["seeds"])}
                 | {"paper": PAPER_TABLE2.get((run.kind, run.result.depth), {}).get(task)}
             )
