@@ -90,6 +90,20 @@ def test_paths_count_until_they_stop():
     assert shaped.compare(cut, short, statistics=("eigmax",)).ks["eigmax"].value < 2.74 * math.sqrt(2 / 4000)
 
 
+def test_stopped_is_of_the_time_compared():
+    paths = shaped.solve(shaped.ShapedAttention(0.8), shaped.equicorrelated(3, 0.2), T=0.5, steps=50, samples=400, seed=seed(84), upper=5.0)
+    early = (paths.stopped <= paths.t[5]).double().mean().item()
+    assert early < paths.stopped_share
+    assert shaped.compare(paths, paths, at=5, statistics="rho").stopped == (pytest.approx(early), pytest.approx(early))
+
+
+def test_what_differs_by_rounding_is_equal():
+    layer, V0 = shaped.ShapedAttention(0.0), shaped.equicorrelated(2, 0.2)
+    half = shaped.propagate(layer, V0, n=8, d=50, samples=50, seed=0, dtype=torch.float32)
+    found = shaped.compare(shaped.solve(layer, V0, T=6.25, steps=50, samples=50, seed=0), half)
+    assert all(distance.value == 0.0 for distance in (*found.ks.values(), *found.wasserstein.values()))
+
+
 def test_what_cannot_be_compared_is_named():
     V = torch.eye(2, dtype=torch.float64).expand(30, 2, 2)
     one = trajectory(V)

@@ -102,6 +102,11 @@ PATHS = propagate(samples=4)
         (lambda: solve(samples=10**9, record=1, V0=torch.eye(300, dtype=torch.float64)), ["samples", "record", "GiB"]),
         (lambda: LAYER.drift(torch.ones(2, 3, 3, 2)), ["V", "(2, 3, 3, 2)"]),
         (lambda: shaped.Chain(), ["layers"]),
+        (lambda: shaped.ShapedAttention(0.5, mask=torch.zeros(0, 0)), ["mask", "(0, 0)"]),
+        (lambda: solve([[1.0, 0.0], [0.0]]), ["V0", "[[1.0, 0.0], [0.0]]"]),
+        (lambda: solve(None), ["V0", "None"]),
+        (lambda: shaped.equicorrelated(3, 0.2, dtype=torch.int64), ["dtype", "int64"]),
+        (lambda: shaped.equicorrelated(3, 0.2, device="abacus"), ["device", "abacus"]),
     ],
 )
 def test_wrong_input_is_named(call, words):
@@ -123,6 +128,13 @@ calls = {
     "resamples": lambda x: shaped.compare(paths, paths, resamples=x),
     "workers": shaped.workers.LocalWorkers,
     "gamma": lambda x: shaped.ShapedFeedForward(x if x != True else "yes"),
+    "upper": lambda x: shaped.solve(layer, V0, upper={2.5: "2.5", True: "yes"}.get(x, x), **usual),
+    "rho": lambda x: shaped.equicorrelated(3, {2.5: "0.5", True: None}.get(x, x)),
+    "at": lambda x: shaped.compare(paths, paths, at={True: 99, -1: None}.get(x, x)),
+    "pair": lambda x: shaped.compare(paths, paths, pair=(0, x) if x in (2.5, "two") else x),
+    "layer": lambda x: shaped.solve([layer, x], V0, **usual),
+    "generator": lambda x: layer.noise(V0, x),
+    "other": lambda x: shaped.compare(paths, x),
 }
 for name, call in calls.items():
     for value in (2.5, True, "two", -1, float("nan")):
@@ -155,6 +167,55 @@ def test_messages_stay_on_one_line_whatever_the_mask():
         layer.limit()
     assert "\n" not in str(caught.value)
     assert "ShapedAttention(gamma=0.5, mask=<9 x 9 bias>, centre=False)" in str(caught.value)
+
+
+def test_arrays_and_lists_are_matrices_too():
+    V = np.array([[1.0, 0.5, 0.2], [0.5, 1.0, 0.3], [0.2, 0.3, 2.0]])
+    backwards, right = V[::-1, ::-1], torch.from_numpy(V[::-1, ::-1].copy())
+    fixed = np.broadcast_to(np.eye(3), (2, 3, 3))  # not to be written to
+    for given in (backwards, backwards.tolist(), backwards.astype(np.longdouble)):
+        assert torch.equal(solve(given).V, solve(right).V)
+    assert torch.equal(solve(fixed).V, solve(EYE).V)
+    assert torch.equal(solve(np.eye(3, dtype=int)).V, solve(EYE).V)
+    same = subprocess.run([sys.executable, "-c", WITH_ARRAYS], capture_output=True, text=True)  # the tests check types, users may not
+    assert (same.stdout, same.stderr) == ("True True True\n", "")
+    V0 = right.clone().requires_grad_()
+    (shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5)).drift(V0).sum().backward()
+    assert V0.grad is not None
+
+
+WITH_ARRAYS = """
+import numpy, torch, shaped
+layer, V = shaped.ShapedAttention(0.5), numpy.eye(3)[::-1, ::-1]
+right, seeded = torch.eye(3, dtype=torch.float64), lambda: torch.Generator().manual_seed(0)
+masked = [shaped.ShapedAttention(0.5, mask=mask).drift(right) for mask in ("causal", numpy.tri(3, dtype=bool)[::-1][::-1])]
+print(layer.drift(V).equal(layer.drift(right)), layer.noise(V, seeded()).equal(layer.noise(right, seeded())), masked[0].equal(masked[1]))
+"""
+
+
+def test_tokens_of_very_different_lengths_start_as_they_are():
+    """Two of them alike: the matrix is singular, and an eigenvalue of -1e-16 is rounding, though a short token's variance is no more."""
+    V = shaped.equicorrelated(8, 0.5)
+    V[1], V[:, 1], V[0, 1], V[1, 1] = V[0].clone(), V[:, 0].clone(), 1.0, 1.0
+    lengths = torch.ones(8, dtype=torch.float64)
+    lengths[-2:] = 1e-8
+    V = V * lengths * lengths[:, None]
+    assert torch.equal(solve(V).V[0, 0], V)
+
+
+def test_a_bound_beyond_single_precision_is_none():
+    assert solve(dtype=torch.float32, upper=1e39).stopped.isinf().all()
+
+
+@pytest.mark.parametrize("m", [4, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_that_are_alike_stay_so(m, dtype):
+    V = shaped.equicorrelated(m, 0.2)
+    V[1], V[:, 1], V[0, 1], V[1, 1] = V[0].clone(), V[:, 0].clone(), 1.0, 1.0
+    how: Any = {"samples": 200, "seed": 0, "dtype": dtype, "record": "last"}
+    layer = shaped.ShapedAttention(0.7)
+    for paths in (shaped.propagate(layer, V, n=50, d=50, **how), shaped.solve(layer, V, T=1.0, **how)):
+        assert (1.0 - paths.rho[-1, :, 0, 1]).abs().max() < 100 * torch.finfo(dtype).eps
 
 
 def test_a_barely_indefinite_start_is_rounding_and_accepted():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -52,10 +51,8 @@ def finite(name: str, value: Any) -> float:
 
 def _float(name: str, value: Any) -> float:
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
-
-
-def is_whole(value: Any) -> bool:
-    return not isinstance(value, bool) and hasattr(value, "__index__") and not math.isnan(value)

@@ -223,6 +223,7 @@ def write_results(out: Path | None, name: str, summary: dict[str, Any], picture:
         return
     write_json(out / f"{name}.json", summary)
     written = [out / f"{name}.json"]
+    (out / f"{name}.png").unlink(missing_ok=True)  # an earlier run's, which these numbers are not of
     if picture is not None and find_spec("matplotlib"):
         drawn = picture()
         write_atomically(out / f"{name}.png", lambda file: file.write(drawn))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -94,15 +95,18 @@ def compare(
         resamples: how many permutations and bootstrap samples stand behind bands and errors.
         seed: of the resampling.
     """
+    for name, path in (("one", one), ("other", other)):
+        if not isinstance(path, Trajectory):
+            raise ValueError(f"{name} must be a Trajectory, as solve and propagate return it, got {type(path).__name__}")
     m = one.V.shape[-1]
     if other.V.shape[-1] != m:
         raise ValueError(f"other must have {m} tokens as the first trajectory has, got {other.V.shape[-1]}")
-    if pair is not None and (len(pair) != 2 or not all(-m <= token < m for token in pair)) and m > 1:
-        raise ValueError(f"pair must name two of the {m} tokens, got {pair}")
-    resamples = whole_number("resamples", resamples, least=20)
+    if pair is not None and not (isinstance(pair, Sequence) and len(pair) == 2 and all(is_token(token, m) for token in pair)) and m > 1:
+        raise ValueError(f"pair must name two of the {m} tokens, got {pair!r}")
+    resamples, seed = whole_number("resamples", resamples, least=20), whole_number("seed", seed, least=0)
     for path in (one, other):
-        if not -len(path.t) <= at < len(path.t):
-            raise ValueError(f"at must be one of the {len(path.t)} recorded times, got {at}")
+        if not is_token(at, len(path.t)):
+            raise ValueError(f"at must be one of the {len(path.t)} recorded times, got {at!r}")
     times = [path.t[at].item() for path in (one, other)]
     if abs(times[0] - times[1]) > 0.05 * max(times):
         raise ValueError(f"at must be the same time in both trajectories, got t = {times[0]:.4g} and {times[1]:.4g}")
@@ -119,13 +123,27 @@ def compare(
     if min(map(len, running)) < 2:
         raise ValueError(f"each trajectory must have at least 2 paths that did not stop, got {len(running[0])} and {len(running[1])}")
     rng = np.random.default_rng(seed)
+    # What differs by rounding alone is equal: tokens that coincide, or a network that changes nothing.
+    rounding = max(torch.finfo(path.V.dtype).eps for path in (one, other)) ** 0.75
     ks, wasserstein = {}, {}
     for name, statistic in statistics.items():
         x, y = (statistic(V).double().reshape(len(V), -1).cpu().numpy() for V in running)
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise ValueError(f"statistics must be finite, got {name!r} with values that are not")
+        pooled = np.concatenate([x, y])
+        if np.ptp(pooled) <= rounding * np.abs(pooled).max():
+            x, y = np.full_like(x, pooled.flat[0]), np.full_like(y, pooled.flat[0])
         ks[name], wasserstein[name] = distances(x, y, resamples, rng)
-    return Comparison(ks, wasserstein, (one.stopped_share, other.stopped_share), (one.V.shape[1], other.V.shape[1]))
+    stopped = [(path.V.shape[1] - len(rest)) / path.V.shape[1] for rest, path in zip(running, (one, other), strict=True)]
+    return Comparison(ks, wasserstein, (stopped[0], stopped[1]), (one.V.shape[1], other.V.shape[1]))
+
+
+def is_token(value: object, m: int) -> bool:
+    """One of m, counted from either end."""
+    try:
+        return -m <= operator.index(value) < m  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return False
 
 
 def distances(x: Sample, y: Sample, resamples: int, rng: np.random.Generator) -> tuple[Distance, Distance]:

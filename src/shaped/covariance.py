@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from shaped.checks import positive, whole_number
+from shaped.checks import finite, positive, whole_number
 
 Matrix = Float[Tensor, "*batch m m"]
+
+
+def as_tensor(name: str, value: Any) -> Tensor:
+    """A tensor as it is; an array or lists of numbers as a tensor."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        array = np.array(value)  # a copy: views that run backwards or cannot be written to are nothing for torch
+        return torch.from_numpy(array.astype(np.float64) if array.dtype == np.longdouble else array)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be numbers in the shape of a matrix, got {' '.join(repr(value).split())[:60]}") from None
 
 
 def gram(X: Float[Tensor, "*batch m n"]) -> Matrix:
@@ -40,21 +53,33 @@ def equicorrelated(
     device: str | torch.device = "cpu",
 ) -> Float[Tensor, "m m"]:
     """m tokens of equal variance, each pair with correlation rho: the start of every figure of the paper."""
-    m = whole_number("m", m)
+    m, rho, variance = whole_number("m", m), finite("rho", rho), positive("variance", variance)
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype must be of floating point numbers, got {dtype}")
     least = -1.0 / (m - 1) if m > 1 else -1.0
     if not least <= rho <= 1.0:
         raise ValueError(f"rho must lie in [-1/(m-1), 1] = [{least:.4g}, 1] for m = {m} tokens, got {rho}")
-    positive("variance", variance)
+    where = usable(device)
     try:
-        V = torch.full((m, m), variance * rho, dtype=dtype, device=device)
-    except RuntimeError:
+        V = torch.full((m, m), variance * rho, dtype=dtype, device=where)
+    except (RuntimeError, TypeError):
         raise ValueError(f"m must be small enough for an m x m matrix to fit into memory, got {m}") from None
     return V.fill_diagonal_(variance)
 
 
+def usable(device: Any) -> torch.device:
+    try:
+        where = torch.device(device)
+        torch.zeros(1, device=where).item()
+        torch.Generator(where)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError):
+        raise ValueError(f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {str(device)!r}") from None
+    return where
+
+
 # Up to this many tokens, sums of outer products over the whole batch beat batched BLAS and LAPACK on the CPU: twofold at 4 tokens
 # where the samples lie next to each other in memory (`batch_innermost`), as the solver keeps them.
-FEW = 6
+FEW = 7
 
 
 def batch_innermost(V: Shaped[Tensor, "batch m k"]) -> Shaped[Tensor, "batch m k"]:
@@ -97,13 +122,11 @@ def factor(V: Matrix) -> Matrix:
     if V.shape[-1] <= FEW:
         return _cholesky_by_columns(V, unit)
     L, info = torch.linalg.cholesky_ex(V)
-    if info.any():  # tokens that coincide: raise the diagonal
-        raised = V.clone()
-        raised.diagonal(dim1=-2, dim2=-1).mul_(1.0 + unit)
-        again, still = torch.linalg.cholesky_ex(raised)
-        L = torch.where((info > 0)[..., None, None], again, L)
-        if still.any():  # a token of length zero, or rounding errors that are larger than usual
-            L = torch.where((still > 0)[..., None, None], eigen_factor(V), L)
+    pivots = L.diagonal(dim1=-2, dim2=-1).square()
+    low = (info > 0) | (pivots < unit * V.diagonal(dim1=-2, dim2=-1)).any(-1)
+    if low.any():  # tokens that coincide
+        L = L.clone()
+        L[low] = _cholesky_by_columns(V[low], unit)
     return L
 
 

@@ -24,8 +24,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from shaped.checks import in_range, is_whole, whole_number
-from shaped.covariance import FEW, Point, batch_innermost, check_covariance, eigen_factor, symmetrised
+from shaped.checks import in_range, whole_number
+from shaped.covariance import FEW, Point, as_tensor, batch_innermost, check_covariance, eigen_factor, symmetrised, usable
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
 
@@ -99,7 +99,8 @@ class Bounds:
         eye = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
         # A matrix is positive definite exactly when its Cholesky factor exists: cheaper than its eigenvalues.
         if self.upper is not None:
-            crossed |= torch.linalg.cholesky_ex(self.upper * eye - V).info > 0
+            upper = min(self.upper, torch.finfo(V.dtype).max)
+            crossed |= torch.linalg.cholesky_ex(upper * eye - V).info > 0
         if self.lower:  # nothing is below 0
             crossed |= torch.linalg.cholesky_ex(V - self.lower * eye).info > 0
         return crossed
@@ -135,15 +136,15 @@ def run(
     event: str | None = None,
 ) -> Trajectory:
     """Simulates `samples` paths of `process` over `steps` steps of length `dt`, from V0."""
-    where = checked_device(device)
+    where = usable(device)
     V0 = checked_start(V0, samples, dtype).to(where)
     count, m = V0.shape[0], V0.shape[-1]
     seed = whole_number("seed", seed, least=0)
     if chunk is not None:
         chunk = whole_number("chunk", chunk)
-    for name, bound in (("upper", upper), ("lower", lower)):
-        if bound is not None:
-            in_range(name, bound, 0.0, sys.float_info.max)
+    upper, lower = (
+        None if bound is None else in_range(name, bound, 0.0, sys.float_info.max) for name, bound in (("upper", upper), ("lower", lower))
+    )
     kept = recorded_steps(record, steps)
 
     size = block_size(process.entries(m), where)
@@ -293,30 +294,19 @@ def block_size(entries: int, device: torch.device) -> int:
 
 
 def recorded_steps(record: Record, steps: int) -> tuple[int, ...]:
-    if record == "all":
-        return tuple(range(steps + 1))
-    if record == "last":
-        return (steps,)
-    if is_whole(record) and int(record) >= 1:
-        return (*range(0, steps, int(record)), steps)
-    raise ValueError(f"record must be 'all', 'last' or a whole number of steps, at least 1, got {record!r}")
-
-
-def checked_device(device: str | torch.device) -> torch.device:
+    if isinstance(record, str) and record in ("all", "last"):
+        return tuple(range(steps + 1)) if record == "all" else (steps,)
     try:
-        where = torch.device(device)
-        torch.zeros(1, device=where).item()
-        torch.Generator(where)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise ValueError(f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {str(device)!r}") from None
-    return where
+        return (*range(0, steps, whole_number("record", record)), steps)
+    except ValueError:
+        raise ValueError(f"record must be 'all', 'last' or a whole number of steps, at least 1, got {record!r}") from None
 
 
 def checked_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Tensor, "sample m m"]:
-    """V0 for every sample, symmetric and positive semi-definite to the last digit."""
+    """V0 for every sample, symmetric, and positive semi-definite but for rounding."""
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float64 or torch.float32, got {dtype}")
-    V0 = V0.detach() if isinstance(V0, Tensor) else torch.as_tensor(V0, dtype=torch.float64)
+    V0 = as_tensor("V0", V0).detach()
     if samples is not None:
         samples = whole_number("samples", samples)
     if V0.ndim > 3:
@@ -326,7 +316,11 @@ def checked_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Ten
     V0 = V0.to(torch.float64)
     check_covariance(V0, "V0")
     V0 = symmetrised(V0)
-    indefinite = torch.linalg.eigvalsh(V0)[..., :1, None] < 0.0
+    # In units of the tokens' lengths: what is rounding for a long token may be all there is of a short one.
+    length = V0.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).sqrt()
+    length = torch.where(length > 0.0, length, 1.0)
+    least = torch.linalg.eigvalsh(V0 / length[..., :, None] / length[..., None, :])[..., :1, None]
+    indefinite = least < -8 * V0.shape[-1] * torch.finfo(V0.dtype).eps
     if indefinite.any():
         root = eigen_factor(V0)
         V0 = torch.where(indefinite, root @ root.mT, V0)

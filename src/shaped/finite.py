@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shaped import engine
 from shaped.checks import whole_number
-from shaped.covariance import Point, factor, gram
-from shaped.layers.base import Layer, Sizes
+from shaped.covariance import Point, as_tensor, factor, gram
+from shaped.layers.base import Layer, Sizes, check_layer
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
 
@@ -97,7 +97,8 @@ def propagate(
     sizes, d = Sizes(n, n_k), whole_number("d", d)
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
-    m = (torch.as_tensor(V0).shape or (0,))[-1]
+    check_layer(layer)
+    m = (as_tensor("V0", V0).shape or (0,))[-1]
     if n < m:
         raise ValueError(f"n must be at least {m}, the number of tokens: fewer features cannot have every covariance, got {n}")
     layer.check_sizes(sizes)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shaped import engine
 from shaped.checks import positive, whole_number
 from shaped.covariance import Point
-from shaped.layers.base import Layer
+from shaped.layers.base import Layer, check_layer
 from shaped.layers.terms import Term
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
@@ -100,9 +100,10 @@ def solve(
         executor: anything like a concurrent.futures.Executor; samples are then simulated there (see `shaped.workers`).
         progress: show a bar on standard error: None for work of over a second, True, False. Never where that is not a terminal.
     """
+    check_layer(layer)
     T = positive("T", T)
     steps = whole_number("steps", max(1, math.ceil(100 * T)) if steps is None else steps, most=MOST_STEPS)
-    if method not in METHODS:
+    if not (isinstance(method, str) and method in METHODS):
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
     h = T / steps
     return engine.run(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 import shaped
-from shaped.engine import checked_device
+from shaped.covariance import usable
 from shaped.figures import store
 from shaped.figures.lab import Lab, Result
 from shaped.files import write_atomically
@@ -121,7 +121,7 @@ def reproduce(
     if not find_spec("matplotlib"):
         raise ValueError("reproduce needs matplotlib: pip install 'shaped-transformer[plot]'")
     wanted, lab = chosen(ids, runs), Lab(tokens, seed, device, executor, tuple(runs))
-    checked_device(device)
+    usable(device)
     claims = []
     for id in wanted:
         saved, note = made(id, out, scale, lab, again)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import positive, whole_number
-from shaped.covariance import Matrix, Point, factor, laid_out_like, product, weighted_mean
+from shaped.covariance import Matrix, Point, as_tensor, factor, laid_out_like, product, weighted_mean
 from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual
 from shaped.layers.terms import Term, WeightNoise
 from shaped.nn.functional import attention_matrix, logit_bias
@@ -248,8 +248,8 @@ def _as_bias(mask: object) -> Mask:
         return mask
     if isinstance(mask, str):
         raise ValueError(f"mask must be None, 'causal' or an [m, m] bias on the logits, got {mask!r}")
-    bias = torch.as_tensor(mask).detach().clone()
-    if bias.ndim != 2 or bias.shape[0] != bias.shape[1]:
+    bias = as_tensor("mask", mask).detach().clone()
+    if bias.ndim != 2 or bias.shape[0] != bias.shape[1] or not len(bias):
         raise ValueError(f"mask must be square, [m, m], got shape {tuple(bias.shape)}")
     if bias.dtype == torch.bool:
         bias = torch.where(bias, 0.0, -torch.inf)

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import in_range, whole_number
-from shaped.covariance import Matrix, Point, check_covariance, check_square, factor, gram, product
+from shaped.covariance import Matrix, Point, as_tensor, check_covariance, check_square, factor, gram, product
 from shaped.layers.terms import Dense, Term, collected
 from shaped.randomness import GeneratorNormals, Stream
 
@@ -67,17 +67,22 @@ class Layer(ABC):
 
     def drift(self, V: Matrix) -> Matrix:
         r"""$b(V)$ of $dV = b(V)\,dt + \Sigma(V)^{1/2}\,dB$, in O(m³) time and O(m²) memory a sample."""
+        V = as_tensor("V", V)
         check_square(V, "V")
         return reduce(add, (term.drift(V) for term in self.terms))
 
     def noise(self, V: Matrix, generator: torch.Generator) -> Matrix:
         r"""One draw of a symmetric matrix whose upper triangle has covariance $\Sigma(V)$, in O(m³) time."""
+        V = as_tensor("V", V)
         check_covariance(V, "V")
+        if not isinstance(generator, torch.Generator):
+            raise ValueError(f"generator must be a torch.Generator, such as torch.Generator().manual_seed(0), got {generator!r}")
         point, normals = Point(matrix=V), GeneratorNormals(generator)
         return reduce(add, (term.noise(point, normals) for term in self.terms))
 
     def Sigma(self, V: Matrix) -> Dense:
         r"""The dense $\Sigma(V)$, [..., p, p] with p = m(m+1)/2, upper triangle row by row. For small m: O(m⁴) memory."""
+        V = as_tensor("V", V)
         check_square(V, "V")
         return reduce(add, (term.Sigma(V) for term in self.terms))
 
@@ -164,6 +169,8 @@ class Chain(Layer):
     def __init__(self, *layers: Layer):
         if not layers:
             raise ValueError("layers must not be empty: a Chain needs at least one layer")
+        for layer in layers:
+            check_layer(layer)
         self._layers = tuple(inner for layer in layers for inner in layer.layers)
 
     @property
@@ -199,6 +206,11 @@ class Chain(Layer):
 
     def __repr__(self) -> str:
         return " >> ".join(map(repr, self._layers))
+
+
+def check_layer(layer: object) -> None:
+    if not isinstance(layer, Layer):
+        raise ValueError(f"layer must be a layer, such as ShapedAttention(0.5), or several joined with >>, got {layer!r}")
 
 
 def check_residual(gamma: float, lam: float | None) -> None:

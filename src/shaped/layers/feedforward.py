@@ -63,7 +63,7 @@ def absolute_kernel(V: Matrix) -> Matrix:
     # 0/0 is a token of length zero: its row of K is 0 whatever rho is. The clamp takes off rounding only.
     rho = (V / scale.clamp(min=torch.finfo(V.dtype).tiny)).clamp_(-1.0, 1.0)
     K = rho.asin().mul_(rho).add_(rho.square().neg_().add_(1.0).sqrt_())
-    K.mul_(scale.mul_(2.0 / math.pi))
+    K.mul_(scale * (2.0 / math.pi))
     K.diagonal(dim1=-2, dim2=-1).copy_(V.diagonal(dim1=-2, dim2=-1))
     return K
 

@@ -53,5 +53,8 @@ def he_constant(negative_slope: float, positive_slope: float = 1.0) -> float:
 
 
 def layer_norm(X: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
-    """Each token brought to mean 0 and variance 1 over its features, without gain or bias, as at initialisation."""
+    """Each token brought to mean 0 and variance 1 over its features, without gain or bias, as at initialisation.
+
+    Like PyTorch's, it adds 1e-5 to the variance: tokens of variance 1e-5 and less stay short.
+    """
     return torch.nn.functional.layer_norm(X, X.shape[-1:])
