@@ -195,7 +195,7 @@ def test_an_interrupted_run_says_so(monkeypatch, capsys, tmp_path):
 
 
 def test_importing_the_library_stays_light():
-    heavy = ("transformers", "matplotlib", "tokenizers", "scipy", "typer")
+    heavy = ("transformers", "matplotlib", "tokenizers", "scipy", "typer", "torch._dynamo")
     script = f"import sys, shaped; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

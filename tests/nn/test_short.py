@@ -144,3 +144,15 @@ def test_longer_sequences_and_chosen_kernels_are_left_to_others():
     assert not short.fits(qkv, 1)
     with sdpa_kernel(SDPBackend.MATH):
         assert not short.fits(qkv[:, :128], 1)
+
+
+def test_constants_are_marked_as_pytorch_marks_them():
+    def ours():
+        pass
+
+    def theirs():
+        pass
+
+    fused.constant(ours)
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(ours) == vars(theirs) != {}

@@ -20,6 +20,12 @@ CUDNN = 3  # SDPBackend.CUDNN_ATTENTION, as _fused_sdp_choice gives it
 aten = torch.ops.aten
 
 
+def constant(function: Any) -> Any:
+    """`torch.compiler.assume_constant_result`, without importing the compiler for it: that would double the time of `import shaped`."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def fits(q: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain) -> bool:
     """Whether this takes these: on a GPU with flash attention, half precision, gains that are numbers or one for each head."""
     if not (TRITON and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)):
@@ -188,7 +194,7 @@ def _prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _has_flash(device: int | None) -> bool:
     """Also not where the user has asked for other kernels (`torch.nn.attention.sdpa_kernel`)."""
     return torch.version.hip is None and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability(device)[0] >= 8

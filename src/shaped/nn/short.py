@@ -93,7 +93,7 @@ def _gradients(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
 forward_op.register_autograd(_gradients, setup_context=_keep)
 
 
-@torch.compiler.assume_constant_result
+@fused.constant
 def _wanted(device: int | None, shared: int) -> bool:
     """Not on a GPU with less shared memory, nor where the user has asked for one of PyTorch's own kernels
     (`torch.nn.attention.sdpa_kernel`)."""
