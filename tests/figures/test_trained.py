@@ -7,11 +7,14 @@ import pytest
 
 from refusals import refused
 from shaped.figures import fig6, reproduce, table1
-from shaped.train.collection import collect, trained
+from shaped.train.collection import Trained, collect, trained
 from shaped.train.results import Result
 from shaped.train.settings import Settings
+from shaped.train.tables import table2
 
 RUN = Result("shaped", "recover", 18, 768, 100, 5e-4, 0.1, 0, 2.1, 2.05, "shaped pretrain", "abc", {"tau0": 1.0})
+
+GLUE = {"rte": {"task": "rte", "score": "accuracy", "seeds": [0], "accuracy": {"mean": 0.5, "std": None}}}
 
 
 def write(folder, result, scores=None, entropy=None, depth=8):
@@ -77,6 +80,9 @@ def test_runs_are_told_apart_by_what_was_chosen_for_them():
         assert row["test_loss"] == pytest.approx(((2.05 + 2.01) / 2 + 2.03) / 2)
     for model, schedule, name, values in (
         ("preln", "recover", "tau0", (0.1, 0.2)),
+        ("preln", "recover", "gain_lr", (0.1, 1.0)),
+        ("vanilla", "recover", "tau0", (0.1, 0.2)),
+        ("vanilla", "recover", "recover_steps", (100, 200)),
         ("shaped", "learn", "recover_steps", (100, 200)),
         ("shaped", "recover", "shaping_lr", (1.0, 10.0)),
         ("shaped", "recover", "gamma_feedforward", (None, 0.1)),
@@ -88,6 +94,12 @@ def test_runs_are_told_apart_by_what_was_chosen_for_them():
     assert (row["gamma"], row["tau0"]) == (0.1, 1.0)
     (row,) = table1.table1([replace(RUN, model="preln")])
     assert (row["gamma"], row["tau0"]) == (None, None)
+    for chosen in ({"gamma": 0.9}, {"settings": {"gain_lr": 0.0}}, {"settings": {"train_gains": False}}):  # the vanilla network has gains
+        (row,) = table1.table1([replace(RUN, model="vanilla"), replace(RUN, model="vanilla", seed=1, test_loss=9.0, **chosen)])
+        assert (row["seeds"], row["tried"], row["gamma"], row["tau0"]) == (1, 2, 0.1, None), chosen
+    runs = [Trained("x", {"model": one, "schedule": "fixed"}, result=replace(RUN, model=one), glue=GLUE) for one in ("vanilla", "preln")]
+    rows = table2(runs)
+    assert [row["gamma"] for row in rows] == [0.1, None]
 
 
 def test_other_texts_are_other_claims():

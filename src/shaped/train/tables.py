@@ -32,9 +32,10 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 }
 
 
-OF_SHAPED = ("gamma", "gamma_feedforward", "tau0", "c_minus", "train_gains", "gain_lr", "recover_steps", "shaping_lr")
+OF_GAINS = ("gamma", "gamma_feedforward", "train_gains", "gain_lr")  # of the residual branches: not those of Pre-LN and Post-LN
+OF_SHAPING = ("tau0", "c_minus", "recover_steps", "shaping_lr")
 OF_RECOVER, OF_LEARN = ("recover_steps",), ("shaping_lr",)
-CHOSEN = (*OF_SHAPED, "embedding_norm", "embedding_std", "head_std", "tied", "warmup", "decay", "embedding_lr", "head_lr", "clip")
+CHOSEN = (*OF_GAINS, *OF_SHAPING, "embedding_norm", "embedding_std", "head_std", "tied", "warmup", "decay", "embedding_lr", "head_lr", "clip")
 """What is tried to find the best, beside the learning rate. The rest of the settings (logs, devices, checkpoints) changes no result beyond
 rounding."""
 LOSSES = ("train_loss", "test_loss")
@@ -82,7 +83,7 @@ def table2(runs: Iterable[Trained]) -> list[dict[str, Any]]:
             score = scores["score"]
             rows.append(
                 {name: getattr(run.result, name) for name in ("name", "depth", "steps", "lr", "seed")}
-                | {"gamma": run.result.gamma if run.result.model == "shaped" else None}
+                | {"gamma": run.result.gamma if has_gains(run.result.model) else None}
                 | {"task": task, "score": score, "mean": scores[score]["mean"], "std": scores[score]["std"], "seeds": len(scores["seeds"])}
                 | {"paper": PAPER_TABLE2.get((run.kind, run.result.depth), {}).get(task)}
             )
@@ -108,6 +109,11 @@ def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) ->
     return curves
 
 
+def has_gains(model: str) -> bool:
+    """Do its residual branches have lambda and gamma? The vanilla network is the shaped one without its shaping."""
+    return model in ("shaped", "vanilla")
+
+
 def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
@@ -126,7 +132,8 @@ def _recipe(settings: dict[str, Any]) -> dict[str, Any]:
     given, of_shaped = DEFAULTS | settings, settings["model"] == "shaped"
     if given["gamma_feedforward"] is None:
         given["gamma_feedforward"] = given["gamma"]
-    unused = () if of_shaped else OF_SHAPED
+    unused = () if has_gains(settings["model"]) else OF_GAINS
+    unused += () if of_shaped else OF_SHAPING
     unused += () if of_shaped and given["schedule"] == "recover" else OF_RECOVER
     unused += () if of_shaped and given["schedule"] == "learn" else OF_LEARN
     return {name: given[name] for name in CHOSEN if name not in unused}
