@@ -10,7 +10,7 @@ from shaped.figures import fig6, reproduce, table1
 from shaped.train.collection import Trained, collect, trained
 from shaped.train.results import Result
 from shaped.train.settings import Settings
-from shaped.train.tables import table2
+from shaped.train.tables import entropy_curves, table2
 
 RUN = Result("shaped", "recover", 18, 768, 100, 5e-4, 0.1, 0, 2.1, 2.05, "shaped pretrain", "abc", {"tau0": 1.0})
 
@@ -129,11 +129,14 @@ def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
     assert row["holds"]
     assert "Recover" in row["claim"]
     curves = [
-        {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0]},
-        {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2]},
+        {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0], "planned": 100, "ended": True},
+        {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2], "planned": 100, "ended": True},
     ]
     assert [row["holds"] for row in fig6.claims(curves)] == [False, False]
     assert fig6.claims([{**curves[0], "lr": 1e-4}]) == []  # the caption speaks of a large learning rate
+    assert fig6.claims([{**curves[0], "ended": False}]) == []  # and what is said is of the last step
+    (row,) = fig6.claims([curves[0], {**curves[0], "entropy": [0.1], "planned": 50}])
+    assert row["value"] == 3.0
 
 
 def test_one_file_of_runs_is_as_good_as_their_folders(runs, tmp_path, monkeypatch, capsys):
@@ -185,6 +188,17 @@ def test_the_entropies_are_those_of_the_recipe_with_most_learning_rates():
 
     tried = [curve("a", 1e-3), curve("b", 1e-3), curve("b", 5e-4), curve("a", 1e-3, 7)]
     assert fig6.grid(tried) == tried[1:3]
+
+
+def test_entropies_of_other_models_are_no_further_seeds():
+    """Runs that differ in their learning rate, steps and seed have one recipe; of another depth, width, batch, they have another."""
+    lines = [{"step": 100, "kind": "layers", "entropy": [2.0] * 12}]
+    base = {"model": "preln", "schedule": "recover", "lr": 1e-3, "gamma": 0.1, "seed": 0, "depth": 12, "width": 768, "steps": 100}
+    others = ({"depth": 8}, {"width": 256}, {"heads": 4}, {"batch": 8}, {"mask_share": 0.3}, {"hidden": 100})
+    same = ({"seed": 1}, {"lr": 5e-3}, {"steps": 50}, {"hidden": 3072})
+    recipes = [entropy_curves([Trained("x", base | change, lines)])[0]["recipe"] for change in ({}, *same, *others)]
+    assert recipes[: len(same) + 1] == recipes[:1] * (len(same) + 1)
+    assert len(set(recipes)) == 1 + len(others)
 
 
 def test_a_page_is_made_anew_when_its_runs_change(runs, tmp_path):

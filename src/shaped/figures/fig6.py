@@ -60,15 +60,17 @@ def grid(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def claims(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At each learning rate that is as large as the caption's: the last entropies, least and largest over seeds."""
+    """At each learning rate that is as large as the caption's: the last entropies, least and largest over seeds.
+
+    Of runs that came to their end, and where they were to have several numbers of steps, of those that were to have the most.
+    """
     made = []
     for layer in LAYERS:
         for model, words in (("preln", "Pre-LN: the entropy collapses"), ("recover", "Recover: it does not")):
-            here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["lr"] >= LARGE]
-            for rate in sorted({curve["lr"] for curve in here}):
-                last = [
-                    float(next(value for value in curve["entropy"][::-1] if value is not None)) for curve in here if curve["lr"] == rate
-                ]
+            here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["ended"]]
+            for rate in sorted({curve["lr"] for curve in here if curve["lr"] >= LARGE}):
+                steps = max(curve["planned"] for curve in here if curve["lr"] == rate)
+                last = [float(curve["entropy"][-1]) for curve in here if (curve["lr"], curve["planned"]) == (rate, steps)]
                 bound: dict[str, Any] = {"at_most": COLLAPSED} if model == "preln" else {"at_least": COLLAPSED}
                 claim = f"layer {layer}, learning rate {rate:g}: {words}; nats at the last step"
                 id = f"fig6.{model}.layer{layer}.lr{rate:g}"

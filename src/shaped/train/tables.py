@@ -35,7 +35,19 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 OF_GAINS = ("gamma", "gamma_feedforward", "train_gains", "gain_lr")  # of the residual branches: not those of Pre-LN and Post-LN
 OF_SHAPING = ("tau0", "c_minus", "recover_steps", "shaping_lr")
 OF_RECOVER, OF_LEARN = ("recover_steps",), ("shaping_lr",)
-CHOSEN = (*OF_GAINS, *OF_SHAPING, "embedding_norm", "embedding_std", "head_std", "tied", "warmup", "decay", "embedding_lr", "head_lr", "clip")
+CHOSEN = (
+    *OF_GAINS,
+    *OF_SHAPING,
+    "embedding_norm",
+    "embedding_std",
+    "head_std",
+    "tied",
+    "warmup",
+    "decay",
+    "embedding_lr",
+    "head_lr",
+    "clip",
+)
 """What is tried to find the best, beside the learning rate. The rest of the settings (logs, devices, checkpoints) changes no result beyond
 rounding."""
 LOSSES = ("train_loss", "test_loss")
@@ -93,14 +105,17 @@ def table2(runs: Iterable[Trained]) -> list[dict[str, Any]]:
 def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) -> list[dict[str, Any]]:
     """fig6: the entropy of some layers (counted from 1) against steps, for every run, finished or not.
 
-    "recipe" is the same for runs that differ in their learning rate and seed alone.
+    "recipe" is the same for runs that differ in their learning rate, steps and seed alone; "planned" are the steps it was to have, and
+    "ended" it has if it came to its end, which may be that it diverged.
     """
     curves = []
     for run in runs:
         seen = [line for line in run.metrics if line["kind"] == "layers" and None not in line["entropy"]]
-        settings, recipe = run.settings, json.dumps(_recipe(run.settings))
+        settings = run.settings
+        recipe = json.dumps(_task(settings) | _recipe(settings) | {"depth": settings["depth"]})
+        ended = bool(run.why) or run.result is not None
         curves += [
-            {"name": run.kind, "recipe": recipe, "layer": layer, "diverged": bool(run.why)}
+            {"name": run.kind, "recipe": recipe, "layer": layer, "diverged": bool(run.why), "planned": settings["steps"], "ended": ended}
             | {name: settings[name] for name in ("lr", "gamma", "seed", "depth")}
             | {"steps": [line["step"] for line in seen], "entropy": [line["entropy"][layer - 1] for line in seen]}
             for layer in layers
