@@ -24,7 +24,9 @@ def write(folder, result, scores=None, entropy=None, depth=8):
         row = {"task": task, "score": score, "seeds": [0, 1], score: {"mean": mean, "std": 0.01}}
         (folder / f"glue-{task}.json").write_text(json.dumps(row))
     if entropy is not None:
-        settings = Settings(data=folder, out=folder, model=result.model, schedule=result.schedule, lr=result.lr, depth=depth)
+        settings = Settings(
+            data=folder, out=folder, model=result.model, schedule=result.schedule, lr=result.lr, depth=depth, seed=result.seed
+        )
         (folder / "settings.toml").write_text(settings.to_toml())
         lines = [{"step": step, "kind": "layers", "entropy": [value] * depth} for step, value in ((0, 4.8), (100, entropy))]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -129,14 +131,19 @@ def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
     assert row["holds"]
     assert "Recover" in row["claim"]
     curves = [
-        {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0], "planned": 100, "ended": True},
-        {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2], "planned": 100, "ended": True},
+        {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0], "planned": 100, "ended": True, "seed": 0},
+        {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2], "planned": 100, "ended": True, "seed": 0},
     ]
     assert [row["holds"] for row in fig6.claims(curves)] == [False, False]
     assert fig6.claims([{**curves[0], "lr": 1e-4}]) == []  # the caption speaks of a large learning rate
     assert fig6.claims([{**curves[0], "ended": False}]) == []  # and what is said is of the last step
     (row,) = fig6.claims([curves[0], {**curves[0], "entropy": [0.1], "planned": 50}])
     assert row["value"] == 3.0
+    for seeds, holds in (([0], False), ([0, 0], False), ([0, 1], True)):  # one seed, and that seed again, prove nothing
+        (row,) = fig6.claims([{**curves[0], "entropy": [0.1 + 0.01 * i], "seed": seed} for i, seed in enumerate(seeds)])
+        assert row["holds"] is holds
+    assert row["interval"] == pytest.approx([0.105 - 12.706 * 0.005, 0.105 + 12.706 * 0.005], rel=1e-4)
+    assert not fig6.claims([{**curves[0], "entropy": [0.1 + 0.2 * seed], "seed": seed} for seed in (0, 1)])[0]["holds"]
 
 
 def test_one_file_of_runs_is_as_good_as_their_folders(runs, tmp_path, monkeypatch, capsys):
