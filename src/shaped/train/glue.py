@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 import shaped.hf
 from shaped.checks import in_range, positive, whole_number
 from shaped.files import write_json
+from shaped.train.folder import run_folder
 from shaped.train.losses import ClassifierLoss
-from shaped.train.pretrain import Diverged, Steppers, run_folder, shared
+from shaped.train.pretrain import Diverged, Steppers, shared
 from shaped.train.results import Result, commit
 from shaped.train.settings import check, like, option
 from shaped.train.stepper import How, Plan, Say, Stepper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shutil
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,10 @@ import torch.distributed as dist
 import transformers
 
 import shaped.hf
-from shaped.files import read_json, write_atomically, write_json
+from shaped.files import write_atomically, write_json
 from shaped.train import checkpoint, data, diagnostics
 from shaped.train.batches import Batches
+from shaped.train.folder import claim, computed
 from shaped.train.lock import alone
 from shaped.train.losses import MaskedLoss
 from shaped.train.metrics import Metrics, read
@@ -32,10 +31,6 @@ from shaped.train.stepper import How, Plan, Say, Stepper
 
 OBSERVED_ROWS = 8
 LAST = 500  # steps over which the training loss of a result is averaged
-WATCHING = ("out", "data", "minutes", "keep", "tensorboard", "log_every", "evaluate_every", "observe_every", "checkpoint_every")
-WATCHING += ("test_rows", "save_model")  # settings that change nothing of what is computed
-FREE = (*WATCHING, "device", "compile", "graph", "attention")  # what may change when a run goes on
-LEFT = ("settings.toml", "metrics.jsonl", "checkpoints", "tensorboard", "diverged.json")  # what a run that diverged leaves
 
 Steppers = dict[Any, Stepper]
 
@@ -72,43 +67,6 @@ def pretrain(settings: Settings, *, say: Say = print, progress: bool = False, st
 def is_first() -> bool:
     """Is this the process that speaks and writes?"""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def computed(settings: Settings) -> dict[str, Any]:
-    """The settings that what is computed depends on."""
-    return {name: value for name, value in asdict(settings).items() if name not in WATCHING}
-
-
-def why_diverged(settings: Settings) -> str:
-    """What was said when the run in this folder diverged with these very settings; nothing if it did not."""
-    path = settings.out / "diverged.json"
-    if (settings.out / "result.json").exists() or not path.exists():
-        return ""
-    about = read_json(path, why=str, settings=dict)
-    return about["why"] if about["settings"] == computed(settings) else ""
-
-
-def claim(settings: Settings) -> None:
-    """Is the folder free, or that of a run with the same settings? One that diverged makes room for one with others."""
-    path = settings.out / "settings.toml"
-    if not path.exists():
-        return
-    before, now = asdict(Settings.from_toml(path)), asdict(settings)
-    differing = [name for name in now if name not in FREE and before[name] != now[name]]
-    if differing and (settings.out / "diverged.json").exists():
-        set_aside(settings.out)
-    elif differing:
-        name = differing[0]
-        raise ValueError(f"{name} must be {before[name]}, as in the run that {settings.out} holds, got {now[name]}")
-
-
-def set_aside(out: Path) -> None:
-    """Moves what a run that diverged left into a folder of its own."""
-    place = next(path for number in itertools.count(1) if not (path := out / f"diverged-{number}").exists())
-    place.mkdir()
-    for name in LEFT:  # diverged.json, which says that this may be done, last
-        if (out / name).exists():
-            (out / name).rename(place / name)
 
 
 @contextmanager
@@ -388,11 +346,3 @@ def bar(wanted: bool, steps: int, done: int) -> Iterator[Callable[[int, float, f
     with Progress(*columns, console=Console(stderr=True), disable=not wanted) as progress:
         task = progress.add_task("", total=steps, completed=done, loss=float("nan"), rate="")
         yield lambda step, loss, rate: progress.update(task, completed=step, loss=loss, rate=f"{rate:,.0f}")
-
-
-def run_folder(path: Path) -> Path:
-    """A finished run with its model, or an error that says what is missing."""
-    for name in ("result.json", "config.json"):
-        if not (path / name).exists():
-            raise ValueError(f"run must be a finished run of `shaped pretrain`, got {path}, which has no {name}")
-    return path

@@ -27,8 +27,9 @@ import torch
 
 from shaped.checks import positive
 from shaped.train.collection import PLACES, Trained, collect, from_folder
+from shaped.train.folder import why_diverged
 from shaped.train.lock import Busy
-from shaped.train.pretrain import Diverged, Steppers, Stopped, pretrain, why_diverged
+from shaped.train.pretrain import Diverged, Steppers, Stopped, pretrain
 from shaped.train.settings import Settings, read_toml
 from shaped.train.stepper import Say
 
