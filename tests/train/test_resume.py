@@ -202,10 +202,30 @@ def test_metrics_of_any_shape_are_left_out(tiny: Settings):
     for line in ("3", "[]", "{}", '{"step": "x", "kind": "test"}', '{"step": 1, "kind": []}', "\0\0", "[" * 100_000):
         path.write_text(f"{right}{line}\n{right}")
         assert metrics.read(path, "test") == [json.loads(line) for line in right.splitlines() if '"test"' in line]
+    about = checkpoint.found(tiny.out / "checkpoints")[-1] / "state.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"losses": []}))
     path.write_bytes(b"\xff\n")
     (tiny.out / "result.json").unlink()
     with refused("metrics", str(tiny.out)):
         quiet(replace(tiny, steps=4))
+
+
+def test_the_losses_of_a_result_are_those_of_the_last_step(tiny: Settings):
+    """Also where the metrics of the last steps are lost, and their checkpoint is not."""
+    settings = replace(tiny, steps=40, evaluate_every=20)
+    result = quiet(settings)
+    path = settings.out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert json.loads(lines[1])["step"] == 20
+    assert json.loads(lines[1])["loss"] != result.test_loss
+    for kept in (lines[:2], [line for line in lines if '"train"' in line], []):
+        path.write_text("".join(kept))
+        (settings.out / "result.json").unlink()
+        again = quiet(settings)
+        assert again.test_loss == result.test_loss
+        # The mean of all lines that there are.
+        means = [json.loads(line)["loss"] for line in lines if '"train"' in line and (line in kept or '"step": 40,' in line)]
+        assert again.train_loss == pytest.approx(sum(means) / len(means), rel=1e-12)
 
 
 def test_a_run_does_not_go_on_with_other_text(tiny: Settings, tmp_path: Path, text: Path):

@@ -192,6 +192,7 @@ class Run:
                         why = "interrupted" if asked else "the time is over"
                         after = "goes on from there" if settings.keep else "begins anew, since no checkpoints are kept"
                         raise Stopped(f"{why} at step {self.step} of {settings.steps}; the same command {after}")
+            self._complete()
         finally:
             if self.metrics is not None:
                 self.metrics.close()
@@ -214,17 +215,12 @@ class Run:
         show(self.step, losses[-1], tokens)
         last = self.step == settings.steps
         if self.step % settings.log_every == 0 or last:
-            window = self._losses[-(self.step % settings.log_every or settings.log_every) :]
-            rate = settings.learning_rate(self.step - 1)
-            self._write("train", loss=sum(window) / len(window), lr=rate, count=len(window), tokens_per_second=tokens)
+            self._write_losses(tokens_per_second=tokens)
         if self.step % settings.observe_every == 0 or last:
             ids = self.test.chunk(0, 1)[0][0, :OBSERVED_ROWS]
             self._write("layers", **diagnostics.observe(self.model, ids, self.stepper.gradients()))
         if self.step % settings.evaluate_every == 0 or last:
-            loss = self.test_loss(None if last else settings.test_rows)
-            if not math.isfinite(loss):
-                raise Diverged(f"the test loss after step {self.step} is not finite, {self._last_good()}")
-            self._write("test", loss=loss)
+            loss = self._write_test(None if last else settings.test_rows)
             if not self.progress:
                 self.say(f"step {self.step}: train loss {losses[-1]:.4f}, test loss {loss:.4f}, {tokens:,.0f} tokens/s")
         if self.step % settings.checkpoint_every == 0 or last:
@@ -233,6 +229,30 @@ class Run:
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(self.step, kind, **values)
+
+    def _write_losses(self, **speed: float) -> None:
+        """The mean over the steps since such a line was last due."""
+        every = self.settings.log_every
+        window = self._losses[-(self.step % every or every) :]
+        rate = self.settings.learning_rate(self.step - 1)
+        self._write("train", loss=sum(window) / len(window), lr=rate, count=len(window), **speed)
+
+    def _write_test(self, rows: int | None) -> float:
+        loss = self.test_loss(rows)
+        if not math.isfinite(loss):
+            raise Diverged(f"the test loss after step {self.step} is not finite, {self._last_good()}")
+        self._write("test", loss=loss)
+        return loss
+
+    def _complete(self) -> None:
+        """Makes the last step's losses again where the metrics lack them: a power cut may cost lines of a step whose checkpoint is kept."""
+        there = {line["kind"] for line in read(self.out / "metrics.jsonl") if line["step"] == self.step}
+        if "train" not in there and self._losses:
+            self._write_losses()
+        if self._agreed("test" not in there):
+            self._write_test(None)
+            if dist.is_initialized():
+                dist.barrier()
 
     def test_loss(self, rows: int | None = None) -> float:
         """The mean over the test text, or its first rows, with the same masks for every run; rows that fill no batch are left out."""
@@ -286,7 +306,7 @@ class Run:
 
     def _export(self) -> Result:
         """The finished run as Hugging Face keeps models: weights, config, tokenizer; and result.json, last."""
-        test = read(self.out / "metrics.jsonl", "test")
+        test = [line for line in read(self.out / "metrics.jsonl", "test") if line["step"] == self.settings.steps]
         lines = read(self.out / "metrics.jsonl", "train")
         if not test or not lines:
             raise ValueError(f"metrics must have the losses of the last step, got none in {self.out}: delete it to begin anew")
