@@ -16,6 +16,7 @@ import torch
 
 from refusals import refused
 from shaped.train import checkpoint, data, metrics
+from shaped.train import pretrain as pretraining
 from shaped.train.lock import Busy, alone
 from shaped.train.pretrain import Run, Stopped, pretrain
 from shaped.train.results import Result
@@ -114,9 +115,19 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
 def test_a_run_is_not_continued_with_other_settings(tiny: Settings):
     quiet(replace(tiny, steps=20))
     (tiny.out / "result.json").unlink()
-    with refused("lr", "0.01", "0.001"):
+    with refused("lr", "0.01", "0.001", "another out, or delete"):
         quiet(replace(tiny, steps=20, lr=1e-3))
     quiet(replace(tiny, steps=20, log_every=5, keep=1))  # how it is watched may change
+
+
+def test_a_run_that_failed_before_its_first_step_holds_no_folder(tiny: Settings, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining, "build", lambda *model: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            quiet(tiny)
+    assert (tiny.out / "settings.toml").exists()
+    assert quiet(replace(tiny, width=16, steps=4)).width == 16
+    assert Settings.from_toml(tiny.out / "settings.toml").width == 16
 
 
 def test_the_status_of_a_run_whose_time_is_over_is_its_own(

@@ -137,6 +137,7 @@ def test_a_run_that_fails_does_not_stop_the_queue(tiny: Settings, tmp_path: Path
     for name, content in (("other", replace(tiny, steps=5).to_toml()), ("damaged", "=")):
         (runs / name).mkdir(parents=True)
         (runs / name / "settings.toml").write_text(content)
+        (runs / name / "metrics.jsonl").write_text('{"step": 1, "kind": "train"}\n')
     said: list[str] = []
     with alone(runs / "busy"):
         summary = study.study(file, say=said.append)

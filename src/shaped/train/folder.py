@@ -33,7 +33,7 @@ def why_diverged(settings: Settings) -> str:
 def claim(settings: Settings) -> None:
     """Is the folder free, or that of a run with the same settings? One that diverged makes room for one with others."""
     path = settings.out / "settings.toml"
-    if not path.exists():
+    if not path.exists() or not has_begun(settings.out):
         return
     before, now = asdict(Settings.from_toml(path)), asdict(settings)
     differing = [name for name in now if name not in FREE and before[name] != now[name]]
@@ -41,7 +41,16 @@ def claim(settings: Settings) -> None:
         set_aside(settings.out)
     elif differing:
         name = differing[0]
-        raise ValueError(f"{name} must be {before[name]}, as in the run that {settings.out} holds, got {now[name]}")
+        raise ValueError(
+            f"{name} must be {before[name]}, as in the run that {settings.out} holds, got {now[name]}: another out, or delete that folder"
+        )
+
+
+def has_begun(out: Path) -> bool:
+    """Has a run left anything here but its settings? One that failed before its first step has not, and is no reason to refuse another."""
+    metrics = out / "metrics.jsonl"
+    kept = any((out / "checkpoints").glob("step-*")) or (out / "diverged.json").exists()
+    return kept or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def set_aside(out: Path) -> None:

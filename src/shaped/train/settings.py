@@ -78,6 +78,9 @@ class Settings:
         for about in fields(self):
             if about.type == "Path":
                 object.__setattr__(self, about.name, Path(getattr(self, about.name)))
+        for name in ("embedding_std", "head_std"):
+            if getattr(self, name) is not None:
+                in_range(name, getattr(self, name), 0.0, 1e3)  # as in ShapedConfig
         if self.width % self.heads:
             raise ValueError(f"heads must divide the width, {self.width}, got {self.heads}")
         for name in ("gamma", "gamma_feedforward", "mask_share"):
