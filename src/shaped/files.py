@@ -31,7 +31,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 def read_json(path: Path, **kinds: Any) -> dict[str, Any]:
     """The object in a file, with at least these entries of these types; a ValueError of one line says what is wrong with it."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bytes that are no text are a ValueError too
         raise ValueError(f"{path.name} must be JSON, got what is not: {error}") from None
     return entries(path.name, value, **kinds)

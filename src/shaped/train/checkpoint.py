@@ -26,7 +26,7 @@ def save(folder: Path, step: int, state: dict[str, Tensor], about: dict[str, Any
     unfinished.mkdir(parents=True)
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, unfinished / TENSORS)
     described = {"step": step, "sha256": _hash(unfinished / TENSORS)} | about
-    (unfinished / ABOUT).write_text(json.dumps(described, indent=1) + "\n")
+    (unfinished / ABOUT).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     for name in (TENSORS, ABOUT):
         with open(unfinished / name, "rb") as file:
             os.fsync(file.fileno())

@@ -73,7 +73,7 @@ def from_folder(folder: Path, planned: Settings | None = None) -> Trained:
 def from_file(path: Path) -> list[Trained]:
     """From what `collect` wrote."""
     try:
-        about = json.loads(path.read_text())
+        about = json.loads(path.read_text(encoding="utf-8"))
         log = path.parent / about["log"]
         if not log.exists():
             raise ValueError(f"its metrics, {log}, are not there")

@@ -21,7 +21,7 @@ class Metrics:
         self._writer = _writer(folder / "tensorboard", step, say) if tensorboard else None
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        with open(self.path, "a") as file:
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "kind": kind} | _plain(values)) + "\n")
         if self._writer is not None:
             for name, value in values.items():
@@ -40,7 +40,7 @@ def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             yield entries("line", json.loads(line), step=int, kind=str)
         except (ValueError, RecursionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 import types
 import typing
@@ -97,7 +98,7 @@ class Settings:
 
     def to_toml(self) -> str:
         chosen = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items() if value is not None}
-        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in chosen.items())
+        return "".join(f"{name} = {_in_toml(value)}\n" for name, value in chosen.items())
 
     @classmethod
     def from_toml(cls, path: Path, **overrides: Any) -> Settings:
@@ -115,9 +116,19 @@ class Settings:
         return cls(**given)
 
 
+def _in_toml(value: Any) -> str:
+    """As JSON, which is TOML but for the characters that JSON writes as two halves, and DEL, which TOML wants escaped."""
+
+    def escaped(found: re.Match[str]) -> str:
+        number = ord(found[0])
+        return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
+
+    return re.sub(r"[^\x00-\x7e]", escaped, json.dumps(value, ensure_ascii=False))
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # what is no TOML, or no text
         raise ValueError(f"config must be a TOML file, got {path}: {error}") from None
 
@@ -154,7 +165,7 @@ def _check(about: Field[Any], value: Any, kind: Any) -> None:
             raise ValueError(f"{name} must be at least {rules['low']:g}, got {value}")
     if kind in (str, Path) and not isinstance(value, str | Path):
         raise ValueError(f"{name} must be a text, got {value!r}")
-    if kind is Path and (not str(value) or "\0" in str(value)):
+    if kind is Path and (not str(value) or re.search(r"[\0\ud800-\udfff]", str(value))):  # halves: bytes that are no UTF-8
         raise ValueError(f"{name} must be a path, got {str(value)!r}")
     if rules["choices"] and value not in rules["choices"]:
         raise ValueError(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")
