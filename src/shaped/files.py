@@ -19,13 +19,18 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp makes files that only their owner can read
+        usual_mode(Path(name))  # mkstemp makes files that only their owner can read
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def usual_mode(path: Path) -> None:
+    """Who may read and write a file is as with any new one."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def read_json(path: Path, **kinds: Any) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,28 @@ def test_if_all_checkpoints_are_damaged_nothing_begins_anew_by_itself(tiny: Sett
         quiet(replace(tiny, steps=40))
 
 
+@contextmanager
+def no_larger_than(size: int) -> Iterator[None]:
+    """Files: as on a full disk, what is written beyond that is refused by the kernel."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_model_that_cannot_be_written_is_written_by_the_same_command_later(tiny: Settings):
+    settings = replace(tiny, steps=4)
+    run = Run(settings, 0, 1, lambda line: None, False, {})
+    run._advance(lambda *shown: None)
+    with no_larger_than(4096), pytest.raises(OSError, match=rf"could not be written to {settings.out}: "):
+        run._export()
+    assert not {"result.json", "model.safetensors"} & {path.name for path in settings.out.iterdir()}
+    quiet(settings)
+    assert (settings.out / "model.safetensors").stat().st_mode == (settings.out / "result.json").stat().st_mode
+
+
 def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     state = {"values": torch.arange(5.0)}
     checkpoint.save(tmp_path, 1, state, {}, keep=2)
@@ -103,7 +128,12 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="no space left"):
         checkpoint.save(tmp_path, 2, state, {}, keep=2)
     monkeypatch.undo()
-    assert [path.name for path in checkpoint.found(tmp_path)] == ["step-00000001"]
+    with no_larger_than(300), pytest.raises(OSError, match=r"could not be written to .*step-00000002: .*too large"):
+        checkpoint.save(tmp_path, 2, {"values": torch.zeros(1000)}, {}, keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    (tmp_path / "other").write_text("")
+    assert {path.stat().st_mode for path in (tmp_path / "step-00000001").iterdir()} == {(tmp_path / "other").stat().st_mode}
+    (tmp_path / "other").unlink()
     for step in (2, 3):
         checkpoint.save(tmp_path, step, state, {}, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]

@@ -327,7 +327,8 @@ class Run:
             if self.settings.save_model:
                 transformers.utils.logging.disable_progress_bar()
                 values = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}  # no longer views
-                self.model.save_pretrained(self.out, state_dict=values)
+                with checkpoint.tensors_in(self.out):
+                    self.model.save_pretrained(self.out, state_dict=values)
                 shutil.copytree(self.data.folder / "tokenizer", self.out, dirs_exist_ok=True)
             (self.out / "diverged.json").unlink(missing_ok=True)  # at another time
             write_json(self.out / "result.json", result.to_dict())
