@@ -183,11 +183,11 @@ def reproduce(
 
     if workers is None and scheduler is None:
         workers = figures_of.workers_by_default(device)
-    ids = figures_of.chosen(figures or [], runs or [])
+    figures_of.chosen(figures or [], runs or [])  # what is no figure is said before anything is made
     how = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again, "runs": runs or []}
     folder(out, as_json=False)
     with working_on(workers, scheduler) as executor:
-        report = figures_of.reproduce(ids, out, executor=executor, **how)
+        report = figures_of.reproduce(figures or [], out, executor=executor, **how)
     print("report:", report)
 
 

@@ -230,7 +230,32 @@ def test_all_has_them_only_where_there_are_runs(runs, tmp_path):
     (tmp_path / "other.json").write_text('{"claims": []}')
     with refused("runs", "other.json"):
         reproduced(tmp_path / "other.json", tmp_path / "out", "fig6")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_page_that_the_runs_have_nothing_for_does_not_cost_the_others(runs, tmp_path, monkeypatch):
+    """It is left out, and where it was named that is an error, once the others are made."""
+    monkeypatch.setattr(reproduce, "FIGURES", ())
     for path in runs.glob("*/glue-*"):
         path.unlink()
+    for path in runs.glob("*/metrics.jsonl"):
+        path.write_text('{"step": 100, "kind": "train", "loss": 2.0, "count": 1}\n')
+    lines = reproduced(runs, tmp_path / "all")
+    assert [line.split(":")[0] for line in lines[:2]] == ["fig6    is left out", "table2  is left out"]
+    assert 'id="table1"' in (tmp_path / "all" / "report.html").read_text()
+    with refused("runs", "shaped glue", "report.html"):
+        reproduced(runs, tmp_path / "named", "table1", "table2")
+    assert 'id="table1"' in (tmp_path / "named" / "report.html").read_text()
     with refused("runs", "shaped glue"):
-        reproduced(runs, tmp_path / "out", "table2")
+        reproduced(runs, tmp_path / "alone", "table2")
+    assert not (tmp_path / "alone").exists()
+
+
+def test_runs_are_looked_at_before_figures_take_their_time(tmp_path, monkeypatch):
+    def late(*_):
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(reproduce.page("fig7"), "compute", late)
+    for places, word in (([tmp_path / "nowhere"], "nowhere"), ([], "no folder or file")):
+        with refused("runs", word):
+            reproduce.reproduce(["fig7", "table1"], tmp_path / "out", runs=places, say=print)

@@ -31,7 +31,7 @@ def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
 
 
 def compute(settings: runs.Settings, lab: Lab) -> Result:
-    found = runs.read(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and run.metrics)
+    found = runs.read(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and entropy_curves([run], LAYERS))
     curves = grid(entropy_curves(found, LAYERS))
     return Result(arrays_of(curves), claims(curves))
 
