@@ -242,7 +242,12 @@ def test_metrics_of_any_shape_are_left_out(tiny: Settings):
     right = path.read_text()
     for line in ("3", "[]", "{}", '{"step": "x", "kind": "test"}', '{"step": 1, "kind": []}', "\0\0", "[" * 100_000):
         path.write_text(f"{right}{line}\n{right}")
-        assert metrics.read(path, "test") == [json.loads(line) for line in right.splitlines() if '"test"' in line]
+        assert metrics.read(path, "test") == 2 * [json.loads(line) for line in right.splitlines() if '"test"' in line]
+    said: list[str] = []
+    path.write_text(f"{line}\n{right}")
+    metrics.Metrics(tiny.out, 4, False, said.append)
+    assert path.read_text() == right  # what comes after a line that is none is not lost
+    assert said == [f"{path} has 1 line that cannot be read: left out"]
     about = checkpoint.found(tiny.out / "checkpoints")[-1] / "state.json"
     about.write_text(json.dumps(json.loads(about.read_text()) | {"losses": []}))
     path.write_bytes(b"\xff\n")
