@@ -174,6 +174,8 @@ def test_runs_of_one_name_are_told_apart_by_their_places(runs, tmp_path):
     assert [(run.name, run.metrics[-1]["entropy"][0]) for run in again] == [("one/deep/a0", 2.0), ("two/deep/a0", 3.0), ("c0", 0.1)]
     with refused("runs", "one/deep/a0 2 times"):
         trained([tmp_path / "one", tmp_path / "one"])
+    with refused("runs", "nowhere"):
+        trained([tmp_path / "one", tmp_path / "nowhere"])
     with refused("out", ".json", "all.jsonl"):
         collect(found, tmp_path / "all.jsonl")
     (tmp_path / "all.jsonl").unlink()

@@ -38,6 +38,8 @@ def trained(places: Iterable[Path]) -> list[Trained]:
     """The runs in these folders, however deep, and in these files. Where names are not enough to tell them apart, with their place's."""
     found: list[tuple[str, Trained]] = []
     for place in places:
+        if not place.exists():
+            raise ValueError(f"runs must be folders of runs or files that `shaped collect` made, got {place}, which is neither")
         if place.is_file():
             found += [(place.stem, run) for run in from_file(place)]
         else:
