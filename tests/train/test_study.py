@@ -91,6 +91,9 @@ RUN = 'out = "x"\n[[run]]\ndata = "d"\n'
         ('out = "x"\nminutes = "x"\n[[run]]\ndata = "d"', ("minutes", "x")),
         ('out = "x"\nminutes = []\n[[run]]\ndata = "d"', ("minutes", "[]")),
         ('out = "x"\nminutes = -1\n[[run]]\ndata = "d"', ("minutes", "-1")),
+        (RUN + "minutes = 3.5", ("minutes", "top", "3.5")),
+        ('out = "x"\n[defaults]\nminutes = 3.5\n[[run]]\ndata = "d"', ("minutes", "top", "3.5")),
+        (RUN + 'out = "y"', ("out", "top", "y")),
     ],
 )
 def test_a_wrong_study_is_refused(tmp_path: Path, content: str, words: tuple[str, ...]):

@@ -53,6 +53,9 @@ def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | Non
         if not isinstance(entry, dict):
             raise ValueError(f"run must be tables, [[run]], got {entry!r} in {path}")
         given = defaults | entry
+        for name in ("out", "minutes"):
+            if name in given:
+                raise ValueError(f"{name} must stand at the top of a study, for all its runs, got {given[name]!r} in a table of {path}")
         name = given.pop("name", given.get("model", "run"))
         lists = {key: value for key, value in given.items() if isinstance(value, list)}
         for key, values in lists.items():
