@@ -80,6 +80,7 @@ def test_learning_rates():
         ({"lr": "fast"}, ("lr", "fast")),
         ({"gamma": 1.5}, ("gamma", "1.5")),
         ({"mask_share": 2.0}, ("mask_share", "2")),
+        ({"mask_share": 0}, ("mask_share", "above 0", "0")),
         ({"embedding_std": 1e4}, ("embedding_std", "1000", "10000")),
         ({"head_std": 1e4}, ("head_std", "1000", "10000")),
         ({"tied": 1}, ("tied", "1")),

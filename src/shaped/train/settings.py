@@ -45,7 +45,7 @@ class Settings:
 
     steps: int = option(100_000, "Steps.", least=1)
     batch: int = option(32, "Rows of a step, over all processes.", least=1)
-    mask_share: float = option(0.15, "Share of the tokens that are masked; the same number in every row.", low=0.0)
+    mask_share: float = option(0.15, "Share of the tokens that are masked; the same number in every row, at least one.", low=0.0)
     lr: float = option(5e-4, "Learning rate, reached after the warm-up.", low=0.0)
     warmup: int = option(4000, "Steps in which the learning rate grows linearly.", least=0)
     decay: str = option("none", "After the warm-up: constant, or linearly to 0 at the last step.", choices=("none", "linear"))
@@ -82,6 +82,8 @@ class Settings:
         for name in ("embedding_std", "head_std"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 0.0, 1e3)  # as in ShapedConfig
+        if self.mask_share == 0.0:
+            raise ValueError(f"mask_share must be above 0, got {self.mask_share}")
         if self.width % self.heads:
             raise ValueError(f"heads must divide the width, {self.width}, got {self.heads}")
         for name in ("gamma", "gamma_feedforward", "mask_share"):
