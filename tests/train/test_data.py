@@ -367,12 +367,13 @@ def test_text_that_fills_no_row_to_train_on_or_to_test_with_is_refused(text: Pat
     (tmp_path / "short.txt").write_text("ba\n")
     out = tmp_path / "out"
     out.mkdir()
-    for sources, how, counts in (
+    cases: list[tuple[list[Path], dict[str, Any], str]] = [
         ([text], {"valid_share": 0.0}, "600 from 600 documents and 0 from 0"),
         ([tmp_path / "one.txt"], {}, "0 from 0 documents"),
         ([text], {"valid": [str(tmp_path / "short.txt")]}, "0 from 1 documents"),
         ([tmp_path / "short.txt"], {"valid": [str(text)]}, "0 from 1 documents and"),
-    ):
+    ]
+    for sources, how, counts in cases:
         with refused("text must fill rows of 32 tokens", counts, "blank lines", "valid_share", "valid)"):
             data.prepare([str(path) for path in sources], out, **(HOW | how))
         assert list(out.iterdir()) == []

@@ -264,11 +264,16 @@ def test_the_losses_of_a_result_are_those_of_the_last_step(tiny: Settings):
     lines = path.read_text().splitlines(keepends=True)
     assert json.loads(lines[1])["step"] == 20
     assert json.loads(lines[1])["loss"] != result.test_loss
-    for kept in (lines[:2], [line for line in lines if '"train"' in line], []):
+    about = checkpoint.found(settings.out / "checkpoints")[-1] / "state.json"
+    right = json.loads(about.read_text())
+    assert 0.0 < right["seconds"] <= result.seconds
+    for seconds, kept in ((None, lines[:2]), (1000.0, [line for line in lines if '"train"' in line]), ("x", [])):
         path.write_text("".join(kept))
+        about.write_text(json.dumps(right | {"seconds": seconds}))  # older checkpoints have none
         (settings.out / "result.json").unlink()
         again = quiet(settings)
         assert again.test_loss == result.test_loss
+        assert (again.seconds >= 1000.0) == (seconds == 1000.0)  # of both commands
         # The mean of all lines that there are.
         means = [json.loads(line)["loss"] for line in lines if '"train"' in line and (line in kept or '"step": 40,' in line)]
         assert again.train_loss == pytest.approx(sum(means) / len(means), rel=1e-12)

@@ -160,6 +160,7 @@ class Run:
         )
         sizes = (self.batches.length, self.batches.masked, settings.batch)
         self.stepper = shared(steppers, self.model, MaskedLoss, self.how, sizes, say)
+        self._before = 0.0  # seconds until the checkpoint that the run goes on from
         self._losses: list[float] = []  # those that the next line of metrics is the mean of
         self.step = self._resume()
         self.metrics = Metrics(self.out, self.step, settings.tensorboard, say) if rank == 0 else None
@@ -177,6 +178,8 @@ class Run:
             raise ValueError(f"checkpoints must be of a run of {self.settings.steps} steps, with its losses, got other ones in {self.out}")
         self.stepper.load(state, about["step"])
         self._losses = about["losses"]
+        spent = about.get("seconds")  # which older checkpoints do not have
+        self._before = spent if isinstance(spent, float) else 0.0
         self.say(f"going on from step {about['step']} of {self.settings.steps}")
         return about["step"]
 
@@ -270,9 +273,14 @@ class Run:
             total /= dist.get_world_size()
         return float(total) / count
 
+    def _seconds(self) -> float:
+        """That the run has taken, over all commands that went on with it."""
+        return round(self._before + time.monotonic() - self.began, 1)
+
     def save(self) -> None:
         if self.rank == 0 and self.settings.keep:
             about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml(), "data": self.hashes, "losses": self._losses}
+            about["seconds"] = self._seconds()
             checkpoint.save(self.out / "checkpoints", self.step, self.stepper.state(), about, self.settings.keep)
         if dist.is_initialized():
             dist.barrier()
@@ -321,7 +329,7 @@ class Run:
             settings={name: value for name, value in asdict(self.settings).items() if name not in ("out", "data", "minutes")},
             data=self.hashes,
             device=torch.cuda.get_device_name() if self.how.device.type == "cuda" else "cpu",
-            seconds=round(time.monotonic() - self.began, 1),
+            seconds=self._seconds(),
         )
         if self.rank == 0:
             if self.settings.save_model:
