@@ -14,6 +14,7 @@ import typer
 
 from shaped import __version__
 from shaped.checks import whole_numbers
+from shaped.files import make_folder
 from shaped.train import commands
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -200,7 +201,7 @@ def folder(out: Path | None, as_json: bool) -> Path | None:
     if out is None and not as_json:
         out = Path("out")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         with TemporaryFile(dir=out):
             pass
     return out

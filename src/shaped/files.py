@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and reading JSON that may be anything."""
+"""Folders, writing files whole or not at all, and reading JSON that may be anything."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def make_folder(path: Path, name: str = "out") -> None:
+    """Makes the folder that an argument of this name asks for, unless there is one."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{name} must be a folder, got {path}, which is a file or in one") from None
 
 
 def usual_mode(path: Path) -> None:

@@ -111,6 +111,22 @@ def test_other_texts_are_other_claims():
     assert all(id.startswith("table1.d18.s100.") for id in ids)
 
 
+def test_a_result_that_is_none_is_refused(tmp_path):
+    """One from before there were settings, data, device and seconds is one."""
+    path, row = tmp_path / "result.json", RUN.to_dict()
+    old = {name: row[name] for name in list(row)[:12]}
+    path.write_text(json.dumps(old))
+    assert Result.read(path) == replace(RUN, settings={})
+    for wrong, words in (({"speed": 3}, "it has speed, which no result has"), ({"lr": "x"}, "lr"), ({"settings": []}, "settings")):
+        path.write_text(json.dumps(old | wrong))
+        with refused("result.json", words):
+            Result.read(path)
+    del old["lr"]
+    path.write_text(json.dumps(old))
+    with refused("result.json", "it must have lr"):
+        Result.read(path)
+
+
 def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
     def value(shaped, preln, seeds=2):
         results = [replace(RUN, test_loss=shaped + 0.001 * seed, seed=seed) for seed in range(seeds)]

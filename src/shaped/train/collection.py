@@ -85,7 +85,7 @@ def from_file(path: Path) -> list[Trained]:
         found = []
         for row in about["runs"]:
             name, glue = row["name"], row.get("glue", {})
-            result = Result(**{key: value for key, value in row.items() if key not in ("name", "glue")})
+            result = Result.of({key: value for key, value in row.items() if key not in ("name", "glue")})
             found.append(Trained(name, result.settings | _main(row), lines.get(name, []), result, glue))
         for row in about.get("unfinished", []):
             found.append(Trained(row["name"], row["settings"] | _main(row["settings"]), lines.get(row["name"], []), why=row["why"]))

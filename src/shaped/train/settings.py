@@ -128,11 +128,13 @@ def _in_toml(value: Any) -> str:
     return re.sub(r"[^\x00-\x7e]", escaped, json.dumps(value, ensure_ascii=False))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, name: str = "config") -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name} must be a TOML file, got {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # what is no TOML, or no text
-        raise ValueError(f"config must be a TOML file, got {path}: {error}") from None
+        raise ValueError(f"{name} must be a TOML file, got {path}: {error}") from None
 
 
 def like(name: str) -> Any:

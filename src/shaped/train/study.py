@@ -36,7 +36,7 @@ from shaped.train.stepper import Say
 
 def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | None, Path]:
     """The runs of a file by name, their time in minutes, and their folder."""
-    file = read_toml(path) | {name: value for name, value in overrides.items() if value is not None}
+    file = read_toml(path, "file") | {name: value for name, value in overrides.items() if value is not None}
     for name in file:
         if name not in ("out", "minutes", "defaults", "run", "data"):
             raise ValueError(f"a study must have out, minutes, defaults and run, got {name} in {path}")
