@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -55,6 +57,32 @@ def test_a_killed_process_is_replaced():
         there = long_work(workers)
         assert workers._pool is not pool, "the process was killed too late to matter"
     assert_same(there, long_work())
+
+
+KILLED = """
+import os, signal
+from shaped.workers import LocalWorkers
+if __name__ == "__main__":
+    workers = LocalWorkers(1)
+    print(workers.submit(os.getpid).result(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_do_not_outlive_the_process_that_made_them(tmp_path):
+    """They have its standard output, which ends when the last of them is gone."""
+    (tmp_path / "killed.py").write_text(KILLED)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "killed.py")], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        try:
+            assert process.communicate(timeout=60) == ("", None)
+        except subprocess.TimeoutExpired:
+            os.kill(worker, signal.SIGKILL)
+            raise
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_killed_dask_worker_changes_nothing():

@@ -14,6 +14,7 @@ import typer
 
 from shaped import __version__
 from shaped.checks import whole_numbers
+from shaped.files import make_folder
 from shaped.train import commands
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -183,11 +184,11 @@ def reproduce(
 
     if workers is None and scheduler is None:
         workers = figures_of.workers_by_default(device)
-    ids = figures_of.chosen(figures or [], runs or [])
+    figures_of.chosen(figures or [], runs or [])  # what is no figure is said before anything is made
     how = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again, "runs": runs or []}
     folder(out, as_json=False)
     with working_on(workers, scheduler) as executor:
-        report = figures_of.reproduce(ids, out, executor=executor, **how)
+        report = figures_of.reproduce(figures or [], out, executor=executor, **how)
     print("report:", report)
 
 
@@ -200,7 +201,7 @@ def folder(out: Path | None, as_json: bool) -> Path | None:
     if out is None and not as_json:
         out = Path("out")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         with TemporaryFile(dir=out):
             pass
     return out

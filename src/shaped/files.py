@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and reading JSON that may be anything."""
+"""Folders, writing files whole or not at all, and reading JSON that may be anything."""
 
 from __future__ import annotations
 
@@ -19,19 +19,32 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp makes files that only their owner can read
+        usual_mode(Path(name))  # mkstemp makes files that only their owner can read
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
 
 
+def make_folder(path: Path, name: str = "out") -> None:
+    """Makes the folder that an argument of this name asks for, unless there is one."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{name} must be a folder, got {path}, which is a file or in one") from None
+
+
+def usual_mode(path: Path) -> None:
+    """Who may read and write a file is as with any new one."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def read_json(path: Path, **kinds: Any) -> dict[str, Any]:
     """The object in a file, with at least these entries of these types; a ValueError of one line says what is wrong with it."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # bytes that are no text are a ValueError too
         raise ValueError(f"{path.name} must be JSON, got what is not: {error}") from None
     return entries(path.name, value, **kinds)

@@ -1,5 +1,6 @@
 """Claims hold exactly when their interval is on the right side, and their intervals are what they say."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,17 @@ def test_what_is_not_proved_is_told_from_what_is_wrong():
     assert "do not prove it" not in row("x", 2, "words", 0.6, (0.1, 0.9), at_most=0.5)["reason"]
 
 
-@pytest.mark.parametrize(("degrees", "error"), [(2, 0.035), (5, 0.003), (30, 1e-4)])
+@pytest.mark.parametrize(("degrees", "error"), [(1, 1e-6), (2, 0.035), (5, 0.003), (30, 1e-4)])
 def test_students_quantile(degrees, error):
     assert student(degrees) == pytest.approx(t.ppf(0.975, degrees), rel=error)
 
 
 def test_the_factor_for_a_family_is_kolmogorovs():
     assert pytest.approx(kstwobign.ppf(0.999) / kstwobign.ppf(0.95), rel=1e-3) == FAMILY
+
+
+def test_one_value_has_no_interval():
+    assert mean_interval(np.array([0.3])) == (0.3, (-math.inf, math.inf))
 
 
 def test_intervals_cover_the_truth_in_95_of_100_cases():

@@ -10,6 +10,7 @@ from tiny import SETTINGS
 from refusals import refused
 from shaped.figures import lab, reproduce, store
 from shaped.figures.lab import Lab
+from shaped.figures.report import write_report
 from shaped.workers import LocalWorkers
 
 QUICK = ("fig7", "fig8")
@@ -152,7 +153,13 @@ def test_other_code_or_thresholds_are_computed_anew(tmp_path, counted, monkeypat
 
 def test_the_report_leaves_out_what_is_no_figure(tmp_path, counted):
     run(tmp_path, "fig7")
-    (tmp_path / "fig1.json").write_text("{}")
     (tmp_path / "fig1.png").write_bytes((tmp_path / "fig7.png").read_bytes())
-    report, _ = run(tmp_path, "fig7")
-    assert 'id="fig1"' not in report.read_text()
+    right = json.loads((tmp_path / "fig7.json").read_text())
+    (row, *_) = right["claims"]
+    wrong = [right | {name: value} for name in ("claims", "settings", "table", "title") for value in (3, [3], [{}])]
+    wrong += [right | {"claims": [{name: entry for name, entry in row.items() if name != gone}]} for gone in ("holds", "claim", "interval")]
+    for content in ({}, [], *wrong):
+        (tmp_path / "fig1.json").write_text(json.dumps(content))
+        assert 'id="fig1"' not in write_report(tmp_path, reproduce.FIGURES).read_text(), content
+    (tmp_path / "fig1.json").write_text(json.dumps(right))
+    assert 'id="fig1"' in write_report(tmp_path, reproduce.FIGURES).read_text()

@@ -7,11 +7,14 @@ import pytest
 
 from refusals import refused
 from shaped.figures import fig6, reproduce, table1
-from shaped.train.collection import collect, trained
+from shaped.train.collection import Trained, collect, trained
 from shaped.train.results import Result
 from shaped.train.settings import Settings
+from shaped.train.tables import entropy_curves, table2
 
 RUN = Result("shaped", "recover", 18, 768, 100, 5e-4, 0.1, 0, 2.1, 2.05, "shaped pretrain", "abc", {"tau0": 1.0})
+
+GLUE = {"rte": {"task": "rte", "score": "accuracy", "seeds": [0], "accuracy": {"mean": 0.5, "std": None}}}
 
 
 def write(folder, result, scores=None, entropy=None, depth=8):
@@ -21,7 +24,9 @@ def write(folder, result, scores=None, entropy=None, depth=8):
         row = {"task": task, "score": score, "seeds": [0, 1], score: {"mean": mean, "std": 0.01}}
         (folder / f"glue-{task}.json").write_text(json.dumps(row))
     if entropy is not None:
-        settings = Settings(data=folder, out=folder, model=result.model, schedule=result.schedule, lr=result.lr, depth=depth)
+        settings = Settings(
+            data=folder, out=folder, model=result.model, schedule=result.schedule, lr=result.lr, depth=depth, seed=result.seed
+        )
         (folder / "settings.toml").write_text(settings.to_toml())
         lines = [{"step": step, "kind": "layers", "entropy": [value] * depth} for step, value in ((0, 4.8), (100, entropy))]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -77,6 +82,9 @@ def test_runs_are_told_apart_by_what_was_chosen_for_them():
         assert row["test_loss"] == pytest.approx(((2.05 + 2.01) / 2 + 2.03) / 2)
     for model, schedule, name, values in (
         ("preln", "recover", "tau0", (0.1, 0.2)),
+        ("preln", "recover", "gain_lr", (0.1, 1.0)),
+        ("vanilla", "recover", "tau0", (0.1, 0.2)),
+        ("vanilla", "recover", "recover_steps", (100, 200)),
         ("shaped", "learn", "recover_steps", (100, 200)),
         ("shaped", "recover", "shaping_lr", (1.0, 10.0)),
         ("shaped", "recover", "gamma_feedforward", (None, 0.1)),
@@ -88,6 +96,12 @@ def test_runs_are_told_apart_by_what_was_chosen_for_them():
     assert (row["gamma"], row["tau0"]) == (0.1, 1.0)
     (row,) = table1.table1([replace(RUN, model="preln")])
     assert (row["gamma"], row["tau0"]) == (None, None)
+    for chosen in ({"gamma": 0.9}, {"settings": {"gain_lr": 0.0}}, {"settings": {"train_gains": False}}):  # the vanilla network has gains
+        (row,) = table1.table1([replace(RUN, model="vanilla"), replace(RUN, model="vanilla", seed=1, test_loss=9.0, **chosen)])
+        assert (row["seeds"], row["tried"], row["gamma"], row["tau0"]) == (1, 2, 0.1, None), chosen
+    runs = [Trained("x", {"model": one, "schedule": "fixed"}, result=replace(RUN, model=one), glue=GLUE) for one in ("vanilla", "preln")]
+    rows = table2(runs)
+    assert [row["gamma"] for row in rows] == [0.1, None]
 
 
 def test_other_texts_are_other_claims():
@@ -95,6 +109,22 @@ def test_other_texts_are_other_claims():
     ids = [row["id"] for row in table1.claims(table1.table1(runs))]
     assert len(set(ids)) == 2
     assert all(id.startswith("table1.d18.s100.") for id in ids)
+
+
+def test_a_result_that_is_none_is_refused(tmp_path):
+    """One from before there were settings, data, device and seconds is one."""
+    path, row = tmp_path / "result.json", RUN.to_dict()
+    old = {name: row[name] for name in list(row)[:12]}
+    path.write_text(json.dumps(old))
+    assert Result.read(path) == replace(RUN, settings={})
+    for wrong, words in (({"speed": 3}, "it has speed, which no result has"), ({"lr": "x"}, "lr"), ({"settings": []}, "settings")):
+        path.write_text(json.dumps(old | wrong))
+        with refused("result.json", words):
+            Result.read(path)
+    del old["lr"]
+    path.write_text(json.dumps(old))
+    with refused("result.json", "it must have lr"):
+        Result.read(path)
 
 
 def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
@@ -117,11 +147,19 @@ def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
     assert row["holds"]
     assert "Recover" in row["claim"]
     curves = [
-        {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0]},
-        {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2]},
+        {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0], "planned": 100, "ended": True, "seed": 0},
+        {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2], "planned": 100, "ended": True, "seed": 0},
     ]
     assert [row["holds"] for row in fig6.claims(curves)] == [False, False]
     assert fig6.claims([{**curves[0], "lr": 1e-4}]) == []  # the caption speaks of a large learning rate
+    assert fig6.claims([{**curves[0], "ended": False}]) == []  # and what is said is of the last step
+    (row,) = fig6.claims([curves[0], {**curves[0], "entropy": [0.1], "planned": 50}])
+    assert row["value"] == 3.0
+    for seeds, holds in (([0], False), ([0, 0], False), ([0, 1], True)):  # one seed, and that seed again, prove nothing
+        (row,) = fig6.claims([{**curves[0], "entropy": [0.1 + 0.01 * i], "seed": seed} for i, seed in enumerate(seeds)])
+        assert row["holds"] is holds
+    assert row["interval"] == pytest.approx([0.105 - 12.706 * 0.005, 0.105 + 12.706 * 0.005], rel=1e-4)
+    assert not fig6.claims([{**curves[0], "entropy": [0.1 + 0.2 * seed], "seed": seed} for seed in (0, 1)])[0]["holds"]
 
 
 def test_one_file_of_runs_is_as_good_as_their_folders(runs, tmp_path, monkeypatch, capsys):
@@ -152,6 +190,8 @@ def test_runs_of_one_name_are_told_apart_by_their_places(runs, tmp_path):
     assert [(run.name, run.metrics[-1]["entropy"][0]) for run in again] == [("one/deep/a0", 2.0), ("two/deep/a0", 3.0), ("c0", 0.1)]
     with refused("runs", "one/deep/a0 2 times"):
         trained([tmp_path / "one", tmp_path / "one"])
+    with refused("runs", "nowhere"):
+        trained([tmp_path / "one", tmp_path / "nowhere"])
     with refused("out", ".json", "all.jsonl"):
         collect(found, tmp_path / "all.jsonl")
     (tmp_path / "all.jsonl").unlink()
@@ -173,6 +213,17 @@ def test_the_entropies_are_those_of_the_recipe_with_most_learning_rates():
 
     tried = [curve("a", 1e-3), curve("b", 1e-3), curve("b", 5e-4), curve("a", 1e-3, 7)]
     assert fig6.grid(tried) == tried[1:3]
+
+
+def test_entropies_of_other_models_are_no_further_seeds():
+    """Runs that differ in their learning rate, steps and seed have one recipe; of another depth, width, batch, they have another."""
+    lines = [{"step": 100, "kind": "layers", "entropy": [2.0] * 12}]
+    base = {"model": "preln", "schedule": "recover", "lr": 1e-3, "gamma": 0.1, "seed": 0, "depth": 12, "width": 768, "steps": 100}
+    others = ({"depth": 8}, {"width": 256}, {"heads": 4}, {"batch": 8}, {"mask_share": 0.3}, {"hidden": 100})
+    same = ({"seed": 1}, {"lr": 5e-3}, {"steps": 50}, {"hidden": 3072})
+    recipes = [entropy_curves([Trained("x", base | change, lines)])[0]["recipe"] for change in ({}, *same, *others)]
+    assert recipes[: len(same) + 1] == recipes[:1] * (len(same) + 1)
+    assert len(set(recipes)) == 1 + len(others)
 
 
 def test_a_page_is_made_anew_when_its_runs_change(runs, tmp_path):
@@ -197,7 +248,32 @@ def test_all_has_them_only_where_there_are_runs(runs, tmp_path):
     (tmp_path / "other.json").write_text('{"claims": []}')
     with refused("runs", "other.json"):
         reproduced(tmp_path / "other.json", tmp_path / "out", "fig6")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_page_that_the_runs_have_nothing_for_does_not_cost_the_others(runs, tmp_path, monkeypatch):
+    """It is left out, and where it was named that is an error, once the others are made."""
+    monkeypatch.setattr(reproduce, "FIGURES", ())
     for path in runs.glob("*/glue-*"):
         path.unlink()
+    for path in runs.glob("*/metrics.jsonl"):
+        path.write_text('{"step": 100, "kind": "train", "loss": 2.0, "count": 1}\n')
+    lines = reproduced(runs, tmp_path / "all")
+    assert [line.split(":")[0] for line in lines[:2]] == ["fig6    is left out", "table2  is left out"]
+    assert 'id="table1"' in (tmp_path / "all" / "report.html").read_text()
+    with refused("runs", "shaped glue", "report.html"):
+        reproduced(runs, tmp_path / "named", "table1", "table2")
+    assert 'id="table1"' in (tmp_path / "named" / "report.html").read_text()
     with refused("runs", "shaped glue"):
-        reproduced(runs, tmp_path / "out", "table2")
+        reproduced(runs, tmp_path / "alone", "table2")
+    assert not (tmp_path / "alone").exists()
+
+
+def test_runs_are_looked_at_before_figures_take_their_time(tmp_path, monkeypatch):
+    def late(*_):
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(reproduce.page("fig7"), "compute", late)
+    for places, word in (([tmp_path / "nowhere"], "nowhere"), ([], "no folder or file")):
+        with refused("runs", word):
+            reproduce.reproduce(["fig7", "table1"], tmp_path / "out", runs=places, say=print)

@@ -358,7 +358,26 @@ def test_wrong_text_is_refused(text: Path, tmp_path: Path):
     for number, (sources, how, words) in enumerate(cases):
         with refused(*words):
             data.prepare(sources, tmp_path / f"out{number}", **(HOW | how))
-        assert not (tmp_path / f"out{number}" / "data.json").exists()
+        assert not (tmp_path / f"out{number}").exists()
+
+
+def test_text_that_fills_no_row_to_train_on_or_to_test_with_is_refused(text: Path, tmp_path: Path):
+    """It leaves nothing that would keep the right request out of the folder."""
+    (tmp_path / "one.txt").write_text(documents(600).replace("\n\n", "\n"))
+    (tmp_path / "short.txt").write_text("ba\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    cases: list[tuple[list[Path], dict[str, Any], str]] = [
+        ([text], {"valid_share": 0.0}, "600 from 600 documents and 0 from 0"),
+        ([tmp_path / "one.txt"], {}, "0 from 0 documents"),
+        ([text], {"valid": [str(tmp_path / "short.txt")]}, "0 from 1 documents"),
+        ([tmp_path / "short.txt"], {"valid": [str(text)]}, "0 from 1 documents and"),
+    ]
+    for sources, how, counts in cases:
+        with refused("text must fill rows of 32 tokens", counts, "blank lines", "valid_share", "valid)"):
+            data.prepare([str(path) for path in sources], out, **(HOW | how))
+        assert list(out.iterdir()) == []
+    data.prepare([str(text)], out, **HOW)
 
 
 def test_a_folder_prepared_otherwise_is_not_overwritten(text: Path, tmp_path: Path):

@@ -57,6 +57,9 @@ def test_wrong_files_are_refused(tmp_path: Path):
         (tmp_path / "CoLA" / "dev.tsv").write_text(content)
         with refused("dev.tsv", *words):
             glue.examples("cola", "dev", tmp_path)
+    (tmp_path / "CoLA" / "dev.tsv").write_bytes("gj04\t1\t\tcaf\xe9\n".encode("latin-1"))
+    with refused("data must be UTF-8", "0xe9", "CoLA/dev.tsv"):
+        glue.examples("cola", "dev", tmp_path)
     with refused("task", "sst"):
         glue.GlueSettings("sst")
     with refused("seeds"):

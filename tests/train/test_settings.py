@@ -21,6 +21,12 @@ def test_toml_and_back(tmp_path: Path):
     path.write_text(CHANGED.to_toml())
     assert Settings.from_toml(path) == CHANGED
     assert Settings.from_toml(path, lr=2e-3) == replace(CHANGED, lr=2e-3)
+    odd = replace(CHANGED, data=Path("\U0001f600 \xe9 \x7f \x80 \\ \n\t\"'"), out=Path("\ufffe\u20ac"))
+    path.write_text(odd.to_toml())
+    assert Settings.from_toml(path) == odd
+    assert odd.to_toml().isascii()  # it is printed too, wherever that is
+    path.write_bytes('data = "\U0001f600"\nout = "\xe9"\n'.encode())
+    assert Settings.from_toml(path).data == Path("\U0001f600")
 
 
 def test_every_setting_is_an_option_with_its_help_and_default():
@@ -74,12 +80,16 @@ def test_learning_rates():
         ({"lr": "fast"}, ("lr", "fast")),
         ({"gamma": 1.5}, ("gamma", "1.5")),
         ({"mask_share": 2.0}, ("mask_share", "2")),
+        ({"mask_share": 0}, ("mask_share", "above 0", "0")),
+        ({"embedding_std": 1e4}, ("embedding_std", "1000", "10000")),
+        ({"head_std": 1e4}, ("head_std", "1000", "10000")),
         ({"tied": 1}, ("tied", "1")),
         ({"tau0": 0.0}, ("tau0", "0")),
         ({"decay": "linear", "steps": 10}, ("warmup", "10", "4000")),
         ({"out": 3}, ("out", "3")),
         ({"out": ""}, ("out", "path", "''")),
         ({"data": "a\0b"}, ("data", "path")),
+        ({"data": "a\udcff"}, ("data", "path", "udcff")),
         ({"speed": 3}, ("settings", "speed")),
         ({"seed": 1 << 64}, ("seed", str(1 << 64))),
         ({"lr": 10**400}, ("lr", "number")),

@@ -91,6 +91,9 @@ RUN = 'out = "x"\n[[run]]\ndata = "d"\n'
         ('out = "x"\nminutes = "x"\n[[run]]\ndata = "d"', ("minutes", "x")),
         ('out = "x"\nminutes = []\n[[run]]\ndata = "d"', ("minutes", "[]")),
         ('out = "x"\nminutes = -1\n[[run]]\ndata = "d"', ("minutes", "-1")),
+        (RUN + "minutes = 3.5", ("minutes", "top", "3.5")),
+        ('out = "x"\n[defaults]\nminutes = 3.5\n[[run]]\ndata = "d"', ("minutes", "top", "3.5")),
+        (RUN + 'out = "y"', ("out", "top", "y")),
     ],
 )
 def test_a_wrong_study_is_refused(tmp_path: Path, content: str, words: tuple[str, ...]):
@@ -137,6 +140,7 @@ def test_a_run_that_fails_does_not_stop_the_queue(tiny: Settings, tmp_path: Path
     for name, content in (("other", replace(tiny, steps=5).to_toml()), ("damaged", "=")):
         (runs / name).mkdir(parents=True)
         (runs / name / "settings.toml").write_text(content)
+        (runs / name / "metrics.jsonl").write_text('{"step": 1, "kind": "train"}\n')
     said: list[str] = []
     with alone(runs / "busy"):
         summary = study.study(file, say=said.append)

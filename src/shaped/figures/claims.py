@@ -84,7 +84,10 @@ def separation(id: str, m: int, claim: str, distance: Distance, at_least: float)
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5; 3 % too small for 2 degrees of freedom, 0.2 % for 5)."""
+    """The 97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5; 3 % too small for 2 degrees of freedom, 0.2 % for 5; exact for 1,
+    where it would be a quarter too small)."""
+    if degrees == 1:
+        return math.tan(0.475 * math.pi)
     z = 1.959964
     powers = (
         (z**3 + z) / 4,
@@ -102,7 +105,9 @@ def share_interval(happened: Bool[np.ndarray, " sample"]) -> tuple[float, Interv
 
 
 def mean_interval(values: Float[np.ndarray, " sample"]) -> tuple[float, Interval]:
-    """The mean of independent values, with its 95 % interval."""
+    """The mean of independent values, with its 95 % interval; without an end where there is one value."""
+    if len(values) < 2:
+        return float(values.mean()), (-math.inf, math.inf)
     mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
     reach = student(len(values) - 1) * error
     return mean, (mean - reach, mean + reach)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shaped.figures import runs
-from shaped.figures.claims import row
+from shaped.figures.claims import mean_interval, row
 from shaped.figures.lab import Lab, Result
 from shaped.train.tables import entropy_curves
 
@@ -31,7 +31,7 @@ def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
 
 
 def compute(settings: runs.Settings, lab: Lab) -> Result:
-    found = runs.read(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and run.metrics)
+    found = runs.read(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and entropy_curves([run], LAYERS))
     curves = grid(entropy_curves(found, LAYERS))
     return Result(arrays_of(curves), claims(curves))
 
@@ -60,19 +60,26 @@ def grid(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def claims(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At each learning rate that is as large as the caption's: the last entropies, least and largest over seeds."""
+    """At each learning rate that is as large as the caption's: the mean over seeds of the last entropy, with its 95 % interval.
+
+    As in table1, one seed proves nothing, and runs of the same seed count as one, with their mean. Of runs that came to their end, and
+    where they were to have several numbers of steps, of those that were to have the most.
+    """
     made = []
     for layer in LAYERS:
         for model, words in (("preln", "Pre-LN: the entropy collapses"), ("recover", "Recover: it does not")):
-            here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["lr"] >= LARGE]
-            for rate in sorted({curve["lr"] for curve in here}):
-                last = [
-                    float(next(value for value in curve["entropy"][::-1] if value is not None)) for curve in here if curve["lr"] == rate
-                ]
+            here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["ended"]]
+            for rate in sorted({curve["lr"] for curve in here if curve["lr"] >= LARGE}):
+                steps = max(curve["planned"] for curve in here if curve["lr"] == rate)
+                last: dict[int, list[float]] = {}
+                for curve in here:
+                    if (curve["lr"], curve["planned"]) == (rate, steps):
+                        last.setdefault(curve["seed"], []).append(curve["entropy"][-1])
+                value, interval = mean_interval(np.array([statistics.fmean(of_seed) for of_seed in last.values()]))
                 bound: dict[str, Any] = {"at_most": COLLAPSED} if model == "preln" else {"at_least": COLLAPSED}
                 claim = f"layer {layer}, learning rate {rate:g}: {words}; nats at the last step"
                 id = f"fig6.{model}.layer{layer}.lr{rate:g}"
-                made.append(row(id, None, claim, math.fsum(last) / len(last), (min(last), max(last)), **bound))
+                made.append(row(id, None, claim, value, interval, **bound))
     return made
 
 

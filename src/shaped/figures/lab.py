@@ -21,6 +21,10 @@ CLAIMED_TOKENS = (2, 4, 8)
 """The captions do not give the number of tokens, so every claim is checked for these."""
 
 
+class NoData(ValueError):
+    """The runs that a page reads have nothing of what it shows."""
+
+
 @dataclass(frozen=True)
 class Lab:
     """What is the same for every figure of a run."""

@@ -45,9 +45,12 @@ def readable(path: Path) -> dict[str, Any] | None:
     """A figure's summary, or None if that is not what the file holds."""
     try:
         summary = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        if not isinstance(summary, dict) or not summary.keys() >= NEEDED:
+            return None
+        html({"": summary}, {"": b""})  # whatever its entries are
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return summary if isinstance(summary, dict) and summary.keys() >= NEEDED else None
+    return summary
 
 
 def html(pages: dict[str, dict[str, Any]], pictures: dict[str, bytes]) -> str:

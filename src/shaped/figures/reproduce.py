@@ -21,7 +21,7 @@ import numpy as np
 import shaped
 from shaped.covariance import usable
 from shaped.figures import store
-from shaped.figures.lab import Lab, Result
+from shaped.figures.lab import Lab, NoData, Result
 from shaped.files import write_atomically
 
 if TYPE_CHECKING:
@@ -113,7 +113,10 @@ def reproduce(
     runs: Sequence[Path] = (),
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Computes what is not yet in `out`, draws everything, and writes the report, whose path it returns."""
+    """Computes what is not yet in `out`, draws everything, and writes the report, whose path it returns.
+
+    What the runs have nothing for is left out; where it was asked for by its id, that is an error, once the rest is made.
+    """
     from shaped.figures.report import write_report
 
     if scale not in SCALES:
@@ -122,9 +125,24 @@ def reproduce(
         raise ValueError("reproduce needs matplotlib: pip install 'shaped-transformer[plot]'")
     wanted, lab = chosen(ids, runs), Lab(tokens, seed, device, executor, tuple(runs))
     usable(device)
+    # To read runs takes no time: what is wrong with them is said before the figures take theirs.
+    pages, missing = {}, {}
+    for id in wanted:
+        if id in TRAINED:
+            try:
+                pages[id] = made(id, out, scale, lab, again)
+            except NoData as error:
+                missing[id] = error
+    named = [error for id, error in missing.items() if id in ids]
+    if named and (not runs or len(missing) == len(wanted)):
+        raise named[0]
+    for id, error in missing.items():
+        say(f"{id:<7} is left out: {error}")
     claims = []
     for id in wanted:
-        saved, note = made(id, out, scale, lab, again)
+        if id in missing:
+            continue
+        saved, note = pages[id] if id in pages else made(id, out, scale, lab, again)
         draw(id, out, saved)
         rows = saved.summary["claims"]
         claims += rows
@@ -134,7 +152,10 @@ def reproduce(
             if not row["holds"]:
                 say(f"        {row['id']} fails: {row['claim']}: {row['reason']}")
     say(f"{sum(row['holds'] for row in claims)} of {len(claims)} claims hold")
-    return write_report(out, FIGURES + TRAINED)
+    report = write_report(out, FIGURES + TRAINED)
+    if named:
+        raise NoData(f"{named[0]}; the rest is in {report}")
+    return report
 
 
 def made(id: str, out: Path, scale: str, lab: Lab, again: bool) -> tuple[store.Saved, str]:

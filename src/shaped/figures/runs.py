@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shaped.figures.lab import NoData
 from shaped.train.collection import Trained, trained
 
 NAMES = {"recover": "Recover", "learn": "Learn", "fixed": "Fixed", "preln": "Pre-LN", "postln": "Post-LN", "vanilla": "vanilla"}
@@ -26,9 +27,6 @@ class Settings:
 
 
 def settings(places: tuple[Path, ...]) -> Settings:
-    for place in places:
-        if not place.exists():
-            raise ValueError(f"runs must be folders of runs or files that `shaped collect` made, got {place}, which is neither")
     digest = hashlib.sha256()
     for run in trained(places):
         digest.update(json.dumps(asdict(run), sort_keys=True).encode())
@@ -39,7 +37,7 @@ def read(settings: Settings, what: str, having: Callable[[Trained], Any]) -> lis
     """The runs that have what a page needs; at least one."""
     found = [run for run in trained([Path(run) for run in settings.runs]) if having(run)]
     if not found:
-        raise ValueError(f"runs must have {what}, got none in {', '.join(settings.runs) or 'no folder or file'}")
+        raise NoData(f"runs must have {what}, got none in {', '.join(settings.runs) or 'no folder or file'}")
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from shaped.figures import runs
 from shaped.figures.claims import row, student
-from shaped.figures.lab import Lab, Result
+from shaped.figures.lab import Lab, NoData, Result
 from shaped.train.collection import Trained
 from shaped.train.tables import table1
 
@@ -54,7 +54,7 @@ def compute(settings: runs.Settings, lab: Lab) -> Result:
     found = runs.read(settings, "results of `shaped pretrain`", lambda run: run.metrics or run.result is not None)
     rows = table1(run.result for run in found if run.result is not None)
     if not rows:
-        raise ValueError(f"runs must have been finished by `shaped pretrain`, got none that was in {', '.join(settings.runs)}")
+        raise NoData(f"runs must have been finished by `shaped pretrain`, got none that was in {', '.join(settings.runs)}")
     table = runs.table(rows, COLUMNS)
     numbers = {name: runs.numbers(rows, name) for name in ("depth", "steps", "test_loss", "test_loss_std", "paper")}
     return Result(numbers | curves(found) | {"name": np.array([runs.label(line["name"]) for line in rows])}, claims(rows), table)

@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from shaped.files import read_json
+from shaped.files import read_json, usual_mode
 
 TENSORS, ABOUT = "state.safetensors", "state.json"
 
@@ -24,18 +25,36 @@ def save(folder: Path, step: int, state: dict[str, Tensor], about: dict[str, Any
     final, unfinished = folder / f"step-{step:08d}", folder / f".step-{step:08d}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, unfinished / TENSORS)
-    described = {"step": step, "sha256": _hash(unfinished / TENSORS)} | about
-    (unfinished / ABOUT).write_text(json.dumps(described, indent=1) + "\n")
-    for name in (TENSORS, ABOUT):
-        with open(unfinished / name, "rb") as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(final, ignore_errors=True)  # one that was damaged, or is made again
-    os.replace(unfinished, final)
+    try:
+        with tensors_in(unfinished):
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, unfinished / TENSORS)
+        described = {"step": step, "sha256": _hash(unfinished / TENSORS)} | about
+        (unfinished / ABOUT).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+        for name in (TENSORS, ABOUT):
+            with open(unfinished / name, "rb") as file:
+                os.fsync(file.fileno())
+        shutil.rmtree(final, ignore_errors=True)  # one that was damaged, or is made again
+        os.replace(unfinished, final)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     later = [path for path in found(folder) if path > final]  # damaged, or of a future that will be made again
     for old in found(folder)[: -keep - len(later)] + later:
         shutil.rmtree(old)
     return final
+
+
+@contextmanager
+def tensors_in(folder: Path) -> Iterator[None]:
+    """For what writes .safetensors there: these become readable like other files, and a full disk is an OSError that names the folder."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"tensors could not be written to {folder}: {error}") from None
+    for path in folder.glob("*.safetensors"):
+        usual_mode(path)
 
 
 def found(folder: Path) -> list[Path]:

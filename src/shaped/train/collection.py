@@ -38,6 +38,8 @@ def trained(places: Iterable[Path]) -> list[Trained]:
     """The runs in these folders, however deep, and in these files. Where names are not enough to tell them apart, with their place's."""
     found: list[tuple[str, Trained]] = []
     for place in places:
+        if not place.exists():
+            raise ValueError(f"runs must be folders of runs or files that `shaped collect` made, got {place}, which is neither")
         if place.is_file():
             found += [(place.stem, run) for run in from_file(place)]
         else:
@@ -73,7 +75,7 @@ def from_folder(folder: Path, planned: Settings | None = None) -> Trained:
 def from_file(path: Path) -> list[Trained]:
     """From what `collect` wrote."""
     try:
-        about = json.loads(path.read_text())
+        about = json.loads(path.read_text(encoding="utf-8"))
         log = path.parent / about["log"]
         if not log.exists():
             raise ValueError(f"its metrics, {log}, are not there")
@@ -83,7 +85,7 @@ def from_file(path: Path) -> list[Trained]:
         found = []
         for row in about["runs"]:
             name, glue = row["name"], row.get("glue", {})
-            result = Result(**{key: value for key, value in row.items() if key not in ("name", "glue")})
+            result = Result.of({key: value for key, value in row.items() if key not in ("name", "glue")})
             found.append(Trained(name, result.settings | _main(row), lines.get(name, []), result, glue))
         for row in about.get("unfinished", []):
             found.append(Trained(row["name"], row["settings"] | _main(row["settings"]), lines.get(row["name"], []), why=row["why"]))

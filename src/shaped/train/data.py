@@ -24,9 +24,8 @@ from shaped.checks import in_range, whole_number
 from shaped.files import entries, read_json, write_json
 from shaped.train.lock import alone
 from shaped.train.text import Line, fingerprint, is_file, lines
+from shaped.train.tokenizer import END, FIRST, SPECIAL, tokenizer_in
 
-PAD, UNKNOWN, FIRST, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-"""`[CLS]` begins a row, `[SEP]` ends a document; they are the first entries of every vocabulary, in this order."""
 PARTS = ("train", "valid")
 CHUNK, CHARACTERS = 20_000, 4_000_000
 """Lines that are tokenised, written and recorded at a time, and about how many characters of them at most: the tokenizer takes some
@@ -149,7 +148,12 @@ def prepare(
     with alone(out):
         if not _same_request(out, request):
             write_json(out / "request.json", request)
-            return _make(out, request, {}, text, valid, progress)
+            try:
+                return _make(out, request, {}, text, valid, progress)
+            except ValueError:
+                if not _has_begun(out):
+                    (out / "request.json").unlink()
+                raise
         whole = _whole_parts(out, say)
         return load(out) if len(whole) == len(PARTS) else _make(out, request, whole, text, valid, progress)
 
@@ -158,7 +162,7 @@ def _make(out: Path, request: dict[str, Any], whole: dict[str, Any], text: list[
     """All but the parts that are whole, of which these are the facts."""
     vocab, length, valid_share, cased, tokens = (request[name] for name in ("vocab", "length", "valid_share", "cased", "tokens"))
     with _bar(progress) as bar:
-        tokenizer = _tokenizer(out, lambda: _training_text(text, valid, valid_share, bar("tokenizer", text)), vocab, length, cased)
+        tokenizer = tokenizer_in(out, lambda: _training_text(text, valid, valid_share, bar("tokenizer", text)), vocab, length, cased)
         size = tokenizer.get_vocab_size()
         dtype = "uint16" if size <= 1 << 16 else "uint32"
         parts = {}
@@ -168,6 +172,13 @@ def _make(out: Path, request: dict[str, Any], whole: dict[str, Any], text: list[
                 continue
             stream = _parted(_all_lines(sources, bar(part, sources)), None if valid else (part == "valid", valid_share))
             parts[part] = _pack(stream, tokenizer, out / f"{part}.bin", length, dtype, tokens if part == "train" else None)
+    if not all(parts[part]["rows"] for part in PARTS):
+        _clear(out)  # the right request will be another one
+        counts = " and ".join(f"{parts[part]['rows']} from {parts[part]['documents']} documents" for part in PARTS)
+        raise ValueError(
+            f"text must fill rows of {length} tokens to train on and to test with, got {counts}: "
+            "more text, blank lines between its documents, more of them held out (valid_share), or a test text of its own (valid)"
+        )
     facts = {"format": 1, "vocab": size, "length": length, "dtype": dtype, "special": {name: i for i, name in enumerate(SPECIAL)}}
     write_json(out / "data.json", facts | parts | {"request": request})
     for part in parts:
@@ -196,7 +207,7 @@ def _whole_parts(out: Path, say: Callable[[str], object]) -> dict[str, Any]:
 def _same_request(out: Path, request: dict[str, Any]) -> bool:
     """Was this folder begun with the same request? An error if it holds something else."""
     path = out / "request.json"
-    if not path.exists() or not ((out / "tokenizer").exists() or any(out.glob("*.bin*"))):  # what was refused before it began is no claim
+    if not path.exists() or not _has_begun(out):  # what was killed before it began is no claim
         return False
     try:
         before = read_json(path)
@@ -206,6 +217,18 @@ def _same_request(out: Path, request: dict[str, Any]) -> bool:
         if before.get(key) != value:
             raise ValueError(f"out must be a new folder or one prepared with the same {key}, {before.get(key)!r}, got {value!r} for {out}")
     return True
+
+
+def _has_begun(out: Path) -> bool:
+    return (out / "tokenizer").exists() or any(out.glob("*.bin*"))
+
+
+def _clear(out: Path) -> None:
+    """Removes what was made so far."""
+    shutil.rmtree(out / "tokenizer")
+    for part in PARTS:
+        (out / f"{part}.bin").unlink()
+        _record(out / f"{part}.bin").unlink(missing_ok=True)
 
 
 def _training_text(text: list[str], valid: list[str] | None, share: float, advance: Callable[[int], object]) -> Iterator[str]:
@@ -228,59 +251,6 @@ def _parted(stream: Iterator[Line], hold_out: tuple[bool, float] | None) -> Iter
         if held is wanted:
             yield line
         document += line is None
-
-
-def _tokenizer(out: Path, text: Callable[[], Iterator[str]], vocab: int, length: int, cased: bool) -> Any:
-    """A WordPiece tokenizer in the Hugging Face format, trained on the text unless the folder has it already."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = out / "tokenizer"
-    if not folder.exists():
-
-        def cutting(model: Any) -> Any:
-            made: Any = Tokenizer(model)
-            made.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
-            made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-            made.decoder = decoders.WordPiece()
-            return made
-
-        def entries(size: int, first: list[str]) -> dict[str, int]:
-            """A vocabulary of so many entries, these before all others."""
-            made = cutting(models.WordPiece(unk_token=UNKNOWN))
-            made.train_from_iterator(text(), trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False))
-            return made.get_vocab()
-
-        # The trainer numbers characters inside of words as it meets them in a table that is ordered anew in every process, and between
-        # equally frequent pairs the numbers decide. So they are looked for first, and given in order.
-        characters = entries(len(SPECIAL), list(SPECIAL))
-        if len(characters) == len(SPECIAL):
-            raise ValueError("text must have words to make a vocabulary from, got none")
-        if len(characters) > vocab:
-            raise ValueError(f"vocab must have room for the text's characters, at least {len(characters)}, got {vocab}")
-        inside = sorted(entry for entry in characters if entry.startswith("##"))
-        tokenizer = cutting(models.WordPiece(vocab=entries(vocab, [*SPECIAL, *inside]), unk_token=UNKNOWN))
-        tokenizer.add_special_tokens(list(SPECIAL))
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{FIRST} $A {END}", pair=f"{FIRST} $A {END} $B:1 {END}:1", special_tokens=[(FIRST, 2), (END, 3)]
-        )
-        wrapped = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token=PAD,
-            unk_token=UNKNOWN,
-            cls_token=FIRST,
-            sep_token=END,
-            mask_token=MASK,
-            model_max_length=length,
-        )
-        unfinished = out / ".tokenizer"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        wrapped.save_pretrained(unfinished)
-        os.replace(unfinished, folder)
-    try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ValueError(f"out must have a whole tokenizer or none, got {folder}: {error}; delete {out} to begin anew") from None
 
 
 def _pack(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype: str, limit: int | None) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 import shaped.hf
 from shaped.checks import in_range, positive, whole_number
 from shaped.files import write_json
+from shaped.train.folder import run_folder
 from shaped.train.losses import ClassifierLoss
-from shaped.train.pretrain import Diverged, Steppers, run_folder, shared
+from shaped.train.pretrain import Diverged, Steppers, shared
 from shaped.train.results import Result, commit
 from shaped.train.settings import check, like, option
 from shaped.train.stepper import How, Plan, Say, Stepper
@@ -82,6 +83,8 @@ def read_tsv(task: Task, path: Path) -> list[Example]:
         rows = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")[task.header :]  # sentences may have other line ends in them
     except FileNotFoundError:
         raise ValueError(f"data must have {task.folder}/{path.name}, got none at {path}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data must be UTF-8, got byte 0x{error.object[error.start]:02x} at {error.start} of {path}") from None
     examples = []
     for number, row in enumerate(rows, 1 + task.header):
         if not row.strip():

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from shaped.files import make_folder
+
 
 class Busy(ValueError):
     """Another process works in the folder."""
@@ -34,7 +36,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 def _locked(path: Path, folder: Path) -> int:
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # whoever made the folder has just removed it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int, tensorboard: bool, say: Callable[[str], None]):
         self.path = folder / "metrics.jsonl"
-        kept = [line for line in read(self.path) if line["step"] <= step]
+        lines, wrong = _lines(self.path)
+        if wrong:
+            say(f"{self.path} has {wrong} {'line' if wrong == 1 else 'lines'} that cannot be read: left out")
+        kept = [line for line in lines if line["step"] <= step]
         write_atomically(self.path, lambda file: file.write("".join(json.dumps(line) + "\n" for line in kept).encode()))
         self._writer = _writer(folder / "tensorboard", step, say) if tensorboard else None
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        with open(self.path, "a") as file:
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "kind": kind} | _plain(values)) + "\n")
         if self._writer is not None:
             for name, value in values.items():
@@ -35,16 +38,19 @@ class Metrics:
 
 
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, of one kind if it is given; up to the first that was cut off or is none."""
-    return [line for line in _lines(path) if kind in (None, line["kind"])]
+    """The lines of a run's metrics, of one kind if it is given; without those that were cut off or are none."""
+    return [line for line in _lines(path)[0] if kind in (None, line["kind"])]
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines that are some, and how many are none."""
+    lines, wrong = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
-            yield entries("line", json.loads(line), step=int, kind=str)
+            lines.append(entries("line", json.loads(line), step=int, kind=str))
         except (ValueError, RecursionError):
-            return
+            wrong += 1
+    return lines, wrong
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shutil
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,10 @@ import torch.distributed as dist
 import transformers
 
 import shaped.hf
-from shaped.files import read_json, write_atomically, write_json
+from shaped.files import write_atomically, write_json
 from shaped.train import checkpoint, data, diagnostics
 from shaped.train.batches import Batches
+from shaped.train.folder import claim, computed
 from shaped.train.lock import alone
 from shaped.train.losses import MaskedLoss
 from shaped.train.metrics import Metrics, read
@@ -32,10 +31,6 @@ from shaped.train.stepper import How, Plan, Say, Stepper
 
 OBSERVED_ROWS = 8
 LAST = 500  # steps over which the training loss of a result is averaged
-WATCHING = ("out", "data", "minutes", "keep", "tensorboard", "log_every", "evaluate_every", "observe_every", "checkpoint_every")
-WATCHING += ("test_rows", "save_model")  # settings that change nothing of what is computed
-FREE = (*WATCHING, "device", "compile", "graph", "attention")  # what may change when a run goes on
-LEFT = ("settings.toml", "metrics.jsonl", "checkpoints", "tensorboard", "diverged.json")  # what a run that diverged leaves
 
 Steppers = dict[Any, Stepper]
 
@@ -72,43 +67,6 @@ def pretrain(settings: Settings, *, say: Say = print, progress: bool = False, st
 def is_first() -> bool:
     """Is this the process that speaks and writes?"""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def computed(settings: Settings) -> dict[str, Any]:
-    """The settings that what is computed depends on."""
-    return {name: value for name, value in asdict(settings).items() if name not in WATCHING}
-
-
-def why_diverged(settings: Settings) -> str:
-    """What was said when the run in this folder diverged with these very settings; nothing if it did not."""
-    path = settings.out / "diverged.json"
-    if (settings.out / "result.json").exists() or not path.exists():
-        return ""
-    about = read_json(path, why=str, settings=dict)
-    return about["why"] if about["settings"] == computed(settings) else ""
-
-
-def claim(settings: Settings) -> None:
-    """Is the folder free, or that of a run with the same settings? One that diverged makes room for one with others."""
-    path = settings.out / "settings.toml"
-    if not path.exists():
-        return
-    before, now = asdict(Settings.from_toml(path)), asdict(settings)
-    differing = [name for name in now if name not in FREE and before[name] != now[name]]
-    if differing and (settings.out / "diverged.json").exists():
-        set_aside(settings.out)
-    elif differing:
-        name = differing[0]
-        raise ValueError(f"{name} must be {before[name]}, as in the run that {settings.out} holds, got {now[name]}")
-
-
-def set_aside(out: Path) -> None:
-    """Moves what a run that diverged left into a folder of its own."""
-    place = next(path for number in itertools.count(1) if not (path := out / f"diverged-{number}").exists())
-    place.mkdir()
-    for name in LEFT:  # diverged.json, which says that this may be done, last
-        if (out / name).exists():
-            (out / name).rename(place / name)
 
 
 @contextmanager
@@ -202,6 +160,7 @@ class Run:
         )
         sizes = (self.batches.length, self.batches.masked, settings.batch)
         self.stepper = shared(steppers, self.model, MaskedLoss, self.how, sizes, say)
+        self._before = 0.0  # seconds until the checkpoint that the run goes on from
         self._losses: list[float] = []  # those that the next line of metrics is the mean of
         self.step = self._resume()
         self.metrics = Metrics(self.out, self.step, settings.tensorboard, say) if rank == 0 else None
@@ -219,6 +178,8 @@ class Run:
             raise ValueError(f"checkpoints must be of a run of {self.settings.steps} steps, with its losses, got other ones in {self.out}")
         self.stepper.load(state, about["step"])
         self._losses = about["losses"]
+        spent = about.get("seconds")  # which older checkpoints do not have
+        self._before = spent if isinstance(spent, float) else 0.0
         self.say(f"going on from step {about['step']} of {self.settings.steps}")
         return about["step"]
 
@@ -234,6 +195,7 @@ class Run:
                         why = "interrupted" if asked else "the time is over"
                         after = "goes on from there" if settings.keep else "begins anew, since no checkpoints are kept"
                         raise Stopped(f"{why} at step {self.step} of {settings.steps}; the same command {after}")
+            self._complete()
         finally:
             if self.metrics is not None:
                 self.metrics.close()
@@ -256,17 +218,12 @@ class Run:
         show(self.step, losses[-1], tokens)
         last = self.step == settings.steps
         if self.step % settings.log_every == 0 or last:
-            window = self._losses[-(self.step % settings.log_every or settings.log_every) :]
-            rate = settings.learning_rate(self.step - 1)
-            self._write("train", loss=sum(window) / len(window), lr=rate, count=len(window), tokens_per_second=tokens)
+            self._write_losses(tokens_per_second=tokens)
         if self.step % settings.observe_every == 0 or last:
             ids = self.test.chunk(0, 1)[0][0, :OBSERVED_ROWS]
             self._write("layers", **diagnostics.observe(self.model, ids, self.stepper.gradients()))
         if self.step % settings.evaluate_every == 0 or last:
-            loss = self.test_loss(None if last else settings.test_rows)
-            if not math.isfinite(loss):
-                raise Diverged(f"the test loss after step {self.step} is not finite, {self._last_good()}")
-            self._write("test", loss=loss)
+            loss = self._write_test(None if last else settings.test_rows)
             if not self.progress:
                 self.say(f"step {self.step}: train loss {losses[-1]:.4f}, test loss {loss:.4f}, {tokens:,.0f} tokens/s")
         if self.step % settings.checkpoint_every == 0 or last:
@@ -275,6 +232,30 @@ class Run:
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(self.step, kind, **values)
+
+    def _write_losses(self, **speed: float) -> None:
+        """The mean over the steps since such a line was last due."""
+        every = self.settings.log_every
+        window = self._losses[-(self.step % every or every) :]
+        rate = self.settings.learning_rate(self.step - 1)
+        self._write("train", loss=sum(window) / len(window), lr=rate, count=len(window), **speed)
+
+    def _write_test(self, rows: int | None) -> float:
+        loss = self.test_loss(rows)
+        if not math.isfinite(loss):
+            raise Diverged(f"the test loss after step {self.step} is not finite, {self._last_good()}")
+        self._write("test", loss=loss)
+        return loss
+
+    def _complete(self) -> None:
+        """Makes the last step's losses again where the metrics lack them: a power cut may cost lines of a step whose checkpoint is kept."""
+        there = {line["kind"] for line in read(self.out / "metrics.jsonl") if line["step"] == self.step}
+        if "train" not in there and self._losses:
+            self._write_losses()
+        if self._agreed("test" not in there):
+            self._write_test(None)
+            if dist.is_initialized():
+                dist.barrier()
 
     def test_loss(self, rows: int | None = None) -> float:
         """The mean over the test text, or its first rows, with the same masks for every run; rows that fill no batch are left out."""
@@ -292,9 +273,14 @@ class Run:
             total /= dist.get_world_size()
         return float(total) / count
 
+    def _seconds(self) -> float:
+        """That the run has taken, over all commands that went on with it."""
+        return round(self._before + time.monotonic() - self.began, 1)
+
     def save(self) -> None:
         if self.rank == 0 and self.settings.keep:
             about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml(), "data": self.hashes, "losses": self._losses}
+            about["seconds"] = self._seconds()
             checkpoint.save(self.out / "checkpoints", self.step, self.stepper.state(), about, self.settings.keep)
         if dist.is_initialized():
             dist.barrier()
@@ -328,7 +314,7 @@ class Run:
 
     def _export(self) -> Result:
         """The finished run as Hugging Face keeps models: weights, config, tokenizer; and result.json, last."""
-        test = read(self.out / "metrics.jsonl", "test")
+        test = [line for line in read(self.out / "metrics.jsonl", "test") if line["step"] == self.settings.steps]
         lines = read(self.out / "metrics.jsonl", "train")
         if not test or not lines:
             raise ValueError(f"metrics must have the losses of the last step, got none in {self.out}: delete it to begin anew")
@@ -343,13 +329,14 @@ class Run:
             settings={name: value for name, value in asdict(self.settings).items() if name not in ("out", "data", "minutes")},
             data=self.hashes,
             device=torch.cuda.get_device_name() if self.how.device.type == "cuda" else "cpu",
-            seconds=round(time.monotonic() - self.began, 1),
+            seconds=self._seconds(),
         )
         if self.rank == 0:
             if self.settings.save_model:
                 transformers.utils.logging.disable_progress_bar()
                 values = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}  # no longer views
-                self.model.save_pretrained(self.out, state_dict=values)
+                with checkpoint.tensors_in(self.out):
+                    self.model.save_pretrained(self.out, state_dict=values)
                 shutil.copytree(self.data.folder / "tokenizer", self.out, dirs_exist_ok=True)
             (self.out / "diverged.json").unlink(missing_ok=True)  # at another time
             write_json(self.out / "result.json", result.to_dict())
@@ -388,11 +375,3 @@ def bar(wanted: bool, steps: int, done: int) -> Iterator[Callable[[int, float, f
     with Progress(*columns, console=Console(stderr=True), disable=not wanted) as progress:
         task = progress.add_task("", total=steps, completed=done, loss=float("nan"), rate="")
         yield lambda step, loss, rate: progress.update(task, completed=step, loss=loss, rate=f"{rate:,.0f}")
-
-
-def run_folder(path: Path) -> Path:
-    """A finished run with its model, or an error that says what is missing."""
-    for name in ("result.json", "config.json"):
-        if not (path / name).exists():
-            raise ValueError(f"run must be a finished run of `shaped pretrain`, got {path}, which has no {name}")
-    return path

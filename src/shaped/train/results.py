@@ -39,13 +39,20 @@ class Result:
         return asdict(self)
 
     @classmethod
+    def of(cls, row: dict[str, Any]) -> Result:
+        """From what `to_dict` made, also before there were the last entries; or an error that says what is wrong with it."""
+        kinds = {name: typing.get_origin(kind) or kind for name, kind in typing.get_type_hints(cls).items()}
+        if other := sorted(row.keys() - kinds.keys()):
+            raise ValueError(f"it has {', '.join(other)}, which no result has")
+        later = {about.name for about in fields(cls) if about.default is not MISSING or about.default_factory is not MISSING}
+        entries("it", row, **{name: kind for name, kind in kinds.items() if name in row or name not in later})
+        return cls(**row)
+
+    @classmethod
     def read(cls, path: Path) -> Result:
         try:
-            result = cls(**read_json(path))
-            kinds = {name: typing.get_origin(kind) or kind for name, kind in typing.get_type_hints(cls).items()}
-            entries(path.name, result.to_dict(), **kinds)
-            return result
-        except (TypeError, ValueError) as error:
+            return cls.of(read_json(path))
+        except ValueError as error:
             raise ValueError(f"{path} must be the result of a run of `shaped pretrain`, got something else: {error}") from None
 
     @property

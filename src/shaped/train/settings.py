@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 import types
 import typing
@@ -44,7 +45,7 @@ class Settings:
 
     steps: int = option(100_000, "Steps.", least=1)
     batch: int = option(32, "Rows of a step, over all processes.", least=1)
-    mask_share: float = option(0.15, "Share of the tokens that are masked; the same number in every row.", low=0.0)
+    mask_share: float = option(0.15, "Share of the tokens that are masked; the same number in every row, at least one.", low=0.0)
     lr: float = option(5e-4, "Learning rate, reached after the warm-up.", low=0.0)
     warmup: int = option(4000, "Steps in which the learning rate grows linearly.", least=0)
     decay: str = option("none", "After the warm-up: constant, or linearly to 0 at the last step.", choices=("none", "linear"))
@@ -78,6 +79,11 @@ class Settings:
         for about in fields(self):
             if about.type == "Path":
                 object.__setattr__(self, about.name, Path(getattr(self, about.name)))
+        for name in ("embedding_std", "head_std"):
+            if getattr(self, name) is not None:
+                in_range(name, getattr(self, name), 0.0, 1e3)  # as in ShapedConfig
+        if self.mask_share == 0.0:
+            raise ValueError(f"mask_share must be above 0, got {self.mask_share}")
         if self.width % self.heads:
             raise ValueError(f"heads must divide the width, {self.width}, got {self.heads}")
         for name in ("gamma", "gamma_feedforward", "mask_share"):
@@ -94,7 +100,7 @@ class Settings:
 
     def to_toml(self) -> str:
         chosen = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items() if value is not None}
-        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in chosen.items())
+        return "".join(f"{name} = {_in_toml(value)}\n" for name, value in chosen.items())
 
     @classmethod
     def from_toml(cls, path: Path, **overrides: Any) -> Settings:
@@ -112,11 +118,23 @@ class Settings:
         return cls(**given)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def _in_toml(value: Any) -> str:
+    """As JSON, which is TOML but for the characters that JSON writes as two halves, and DEL, which TOML wants escaped."""
+
+    def escaped(found: re.Match[str]) -> str:
+        number = ord(found[0])
+        return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
+
+    return re.sub(r"[^\x00-\x7e]", escaped, json.dumps(value, ensure_ascii=False))
+
+
+def read_toml(path: Path, name: str = "config") -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name} must be a TOML file, got {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # what is no TOML, or no text
-        raise ValueError(f"config must be a TOML file, got {path}: {error}") from None
+        raise ValueError(f"{name} must be a TOML file, got {path}: {error}") from None
 
 
 def like(name: str) -> Any:
@@ -151,7 +169,7 @@ def _check(about: Field[Any], value: Any, kind: Any) -> None:
             raise ValueError(f"{name} must be at least {rules['low']:g}, got {value}")
     if kind in (str, Path) and not isinstance(value, str | Path):
         raise ValueError(f"{name} must be a text, got {value!r}")
-    if kind is Path and (not str(value) or "\0" in str(value)):
+    if kind is Path and (not str(value) or re.search(r"[\0\ud800-\udfff]", str(value))):  # halves: bytes that are no UTF-8
         raise ValueError(f"{name} must be a path, got {str(value)!r}")
     if rules["choices"] and value not in rules["choices"]:
         raise ValueError(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")

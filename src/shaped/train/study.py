@@ -27,15 +27,16 @@ import torch
 
 from shaped.checks import positive
 from shaped.train.collection import PLACES, Trained, collect, from_folder
+from shaped.train.folder import why_diverged
 from shaped.train.lock import Busy
-from shaped.train.pretrain import Diverged, Steppers, Stopped, pretrain, why_diverged
+from shaped.train.pretrain import Diverged, Steppers, Stopped, pretrain
 from shaped.train.settings import Settings, read_toml
 from shaped.train.stepper import Say
 
 
 def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | None, Path]:
     """The runs of a file by name, their time in minutes, and their folder."""
-    file = read_toml(path) | {name: value for name, value in overrides.items() if value is not None}
+    file = read_toml(path, "file") | {name: value for name, value in overrides.items() if value is not None}
     for name in file:
         if name not in ("out", "minutes", "defaults", "run", "data"):
             raise ValueError(f"a study must have out, minutes, defaults and run, got {name} in {path}")
@@ -52,6 +53,9 @@ def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | Non
         if not isinstance(entry, dict):
             raise ValueError(f"run must be tables, [[run]], got {entry!r} in {path}")
         given = defaults | entry
+        for name in ("out", "minutes"):
+            if name in given:
+                raise ValueError(f"{name} must stand at the top of a study, for all its runs, got {given[name]!r} in a table of {path}")
         name = given.pop("name", given.get("model", "run"))
         lists = {key: value for key, value in given.items() if isinstance(value, list)}
         for key, values in lists.items():

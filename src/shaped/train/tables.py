@@ -32,9 +32,22 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 }
 
 
-OF_SHAPED = ("gamma", "gamma_feedforward", "tau0", "c_minus", "train_gains", "gain_lr", "recover_steps", "shaping_lr")
+OF_GAINS = ("gamma", "gamma_feedforward", "train_gains", "gain_lr")  # of the residual branches: not those of Pre-LN and Post-LN
+OF_SHAPING = ("tau0", "c_minus", "recover_steps", "shaping_lr")
 OF_RECOVER, OF_LEARN = ("recover_steps",), ("shaping_lr",)
-CHOSEN = (*OF_SHAPED, "embedding_norm", "embedding_std", "head_std", "tied", "warmup", "decay", "embedding_lr", "head_lr", "clip")
+CHOSEN = (
+    *OF_GAINS,
+    *OF_SHAPING,
+    "embedding_norm",
+    "embedding_std",
+    "head_std",
+    "tied",
+    "warmup",
+    "decay",
+    "embedding_lr",
+    "head_lr",
+    "clip",
+)
 """What is tried to find the best, beside the learning rate. The rest of the settings (logs, devices, checkpoints) changes no result beyond
 rounding."""
 LOSSES = ("train_loss", "test_loss")
@@ -82,7 +95,7 @@ def table2(runs: Iterable[Trained]) -> list[dict[str, Any]]:
             score = scores["score"]
             rows.append(
                 {name: getattr(run.result, name) for name in ("name", "depth", "steps", "lr", "seed")}
-                | {"gamma": run.result.gamma if run.result.model == "shaped" else None}
+                | {"gamma": run.result.gamma if has_gains(run.result.model) else None}
                 | {"task": task, "score": score, "mean": scores[score]["mean"], "std": scores[score]["std"], "seeds": len(scores["seeds"])}
                 | {"paper": PAPER_TABLE2.get((run.kind, run.result.depth), {}).get(task)}
             )
@@ -92,20 +105,28 @@ def table2(runs: Iterable[Trained]) -> list[dict[str, Any]]:
 def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) -> list[dict[str, Any]]:
     """fig6: the entropy of some layers (counted from 1) against steps, for every run, finished or not.
 
-    "recipe" is the same for runs that differ in their learning rate and seed alone.
+    "recipe" is the same for runs that differ in their learning rate, steps and seed alone; "planned" are the steps it was to have, and
+    "ended" it has if it came to its end, which may be that it diverged.
     """
     curves = []
     for run in runs:
         seen = [line for line in run.metrics if line["kind"] == "layers" and None not in line["entropy"]]
-        settings, recipe = run.settings, json.dumps(_recipe(run.settings))
+        settings = run.settings
+        recipe = json.dumps(_task(settings) | _recipe(settings) | {"depth": settings["depth"]})
+        ended = bool(run.why) or run.result is not None
         curves += [
-            {"name": run.kind, "recipe": recipe, "layer": layer, "diverged": bool(run.why)}
+            {"name": run.kind, "recipe": recipe, "layer": layer, "diverged": bool(run.why), "planned": settings["steps"], "ended": ended}
             | {name: settings[name] for name in ("lr", "gamma", "seed", "depth")}
             | {"steps": [line["step"] for line in seen], "entropy": [line["entropy"][layer - 1] for line in seen]}
             for layer in layers
             if seen and layer <= settings["depth"]
         ]
     return curves
+
+
+def has_gains(model: str) -> bool:
+    """Do its residual branches have lambda and gamma? The vanilla network is the shaped one without its shaping."""
+    return model in ("shaped", "vanilla")
 
 
 def spread(values: list[float]) -> float:
@@ -126,7 +147,8 @@ def _recipe(settings: dict[str, Any]) -> dict[str, Any]:
     given, of_shaped = DEFAULTS | settings, settings["model"] == "shaped"
     if given["gamma_feedforward"] is None:
         given["gamma_feedforward"] = given["gamma"]
-    unused = () if of_shaped else OF_SHAPED
+    unused = () if has_gains(settings["model"]) else OF_GAINS
+    unused += () if of_shaped else OF_SHAPING
     unused += () if of_shaped and given["schedule"] == "recover" else OF_RECOVER
     unused += () if of_shaped and given["schedule"] == "learn" else OF_LEARN
     return {name: given[name] for name in CHOSEN if name not in unused}

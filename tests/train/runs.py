@@ -1,0 +1,35 @@
+"""Runs of tests, and what they leave."""
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import shaped
+from shaped.train import metrics
+from shaped.train.pretrain import pretrain
+from shaped.train.results import Result
+from shaped.train.settings import Settings
+
+
+def quiet(settings: Settings, **how) -> Result:
+    return pretrain(settings, say=lambda line: None, **how)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def curve(folder: Path) -> list[dict]:
+    """What was measured, without what depends on the machine."""
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in metrics.read(folder / "metrics.jsonl")]
+
+
+def command(settings: Settings) -> list[str]:
+    config = settings.out.parent / "settings-of-the-command.toml"
+    config.write_text(settings.to_toml())
+    return ["-m", "shaped", "pretrain", "--config", str(config)]
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(shaped.__file__).parent.parent)}

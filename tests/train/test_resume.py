@@ -1,0 +1,288 @@
+"""Runs that go on: after interruptions of all kinds, with damaged files, and only as the runs that they were."""
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from refusals import refused
+from shaped.train import checkpoint, data, metrics
+from shaped.train import pretrain as pretraining
+from shaped.train.lock import Busy, alone
+from shaped.train.pretrain import Run, Stopped, pretrain
+from shaped.train.results import Result
+from shaped.train.settings import Settings
+from train.conftest import status
+from train.runs import ENVIRONMENT, command, curve, quiet, weights
+
+
+def test_killed_and_resumed_is_bit_exact(tiny: Settings, tmp_path: Path):
+    """SIGKILL after a checkpoint was written, at a moment of no one's choosing; then the same command."""
+    killed = replace(tiny, out=tmp_path / "killed")
+    quiet(tiny)
+    process = subprocess.Popen([sys.executable, *command(killed)], env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    patience = time.monotonic() + 60
+    while not (killed.out / "checkpoints" / "step-00000040").exists() and time.monotonic() < patience:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed.out / "result.json").exists(), "it was too late to kill it"
+    done = subprocess.run([sys.executable, *command(killed)], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert "going on from step" in done.stderr
+    assert curve(killed.out) == curve(tiny.out)
+    one, other = weights(tiny.out), weights(killed.out)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_resuming_from_every_checkpoint_is_bit_exact(tiny: Settings, tmp_path: Path):
+    """Learn, whose gains Adam moves too, stopped by the clock and by the keyboard."""
+    settings = replace(tiny, schedule="learn", clip=0.5, decay="linear")
+    quiet(settings)
+    other = replace(settings, out=tmp_path / "other")
+    with pytest.raises(Stopped, match="step 16 of 120"):
+        quiet(replace(other, minutes=0.0))
+    run = Run(other, 0, 1, lambda line: None, False, {})
+    assert run.step == 16
+    advance = run._advance
+
+    def interrupted(show) -> None:
+        if run.step >= 56:
+            os.kill(os.getpid(), signal.SIGINT)
+        advance(show)
+
+    run._advance = interrupted
+    with pytest.raises(Stopped, match="interrupted at step 60 of 120; the same command goes on"):
+        run.finish()
+    result = quiet(other)
+    assert curve(other.out) == curve(settings.out)
+    assert all(torch.equal(weights(other.out)[name], value) for name, value in weights(settings.out).items())
+    assert result.test_loss == Result.read(settings.out / "result.json").test_loss
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "description"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tiny: Settings, tmp_path: Path, damage: str):
+    quiet(tiny)
+    (tiny.out / "result.json").unlink()
+    newest = checkpoint.found(tiny.out / "checkpoints")[-1]
+    broken = newest / ("state.json" if damage == "description" else "state.safetensors")
+    content = bytearray(broken.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+    broken.write_bytes(content[: len(content) // 2] if damage != "flipped" else content)
+    expected, said = weights(tiny.out), []
+    pretrain(tiny, say=said.append)
+    assert "step-00000120 is truncated or damaged" in said[0]
+    assert "the one before it is used" in said[0]
+    assert said[1] == "going on from step 80 of 120"
+    assert all(torch.equal(weights(tiny.out)[name], value) for name, value in expected.items())
+
+
+def test_if_all_checkpoints_are_damaged_nothing_begins_anew_by_itself(tiny: Settings):
+    quiet(replace(tiny, steps=40))
+    (tiny.out / "result.json").unlink()
+    for path in checkpoint.found(tiny.out / "checkpoints"):
+        (path / "state.safetensors").write_bytes(b"")
+    with refused("checkpoints", "delete it to begin anew"):
+        quiet(replace(tiny, steps=40))
+
+
+@contextmanager
+def no_larger_than(size: int) -> Iterator[None]:
+    """Files: as on a full disk, what is written beyond that is refused by the kernel."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_model_that_cannot_be_written_is_written_by_the_same_command_later(tiny: Settings):
+    settings = replace(tiny, steps=4)
+    run = Run(settings, 0, 1, lambda line: None, False, {})
+    run._advance(lambda *shown: None)
+    with no_larger_than(4096), pytest.raises(OSError, match=rf"could not be written to {settings.out}: "):
+        run._export()
+    assert not {"result.json", "model.safetensors"} & {path.name for path in settings.out.iterdir()}
+    quiet(settings)
+    assert (settings.out / "model.safetensors").stat().st_mode == (settings.out / "result.json").stat().st_mode
+
+
+def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = {"values": torch.arange(5.0)}
+    checkpoint.save(tmp_path, 1, state, {}, keep=2)
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.save(tmp_path, 2, state, {}, keep=2)
+    monkeypatch.undo()
+    with no_larger_than(300), pytest.raises(OSError, match=r"could not be written to .*step-00000002: .*too large"):
+        checkpoint.save(tmp_path, 2, {"values": torch.zeros(1000)}, {}, keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    (tmp_path / "other").write_text("")
+    assert {path.stat().st_mode for path in (tmp_path / "step-00000001").iterdir()} == {(tmp_path / "other").stat().st_mode}
+    (tmp_path / "other").unlink()
+    for step in (2, 3):
+        checkpoint.save(tmp_path, step, state, {}, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    found = checkpoint.latest(tmp_path, print)
+    assert found is not None
+    assert torch.equal(found[0]["values"], state["values"])
+
+
+def test_a_run_is_not_continued_with_other_settings(tiny: Settings):
+    quiet(replace(tiny, steps=20))
+    (tiny.out / "result.json").unlink()
+    with refused("lr", "0.01", "0.001", "another out, or delete"):
+        quiet(replace(tiny, steps=20, lr=1e-3))
+    quiet(replace(tiny, steps=20, log_every=5, keep=1))  # how it is watched may change
+
+
+def test_a_run_that_failed_before_its_first_step_holds_no_folder(tiny: Settings, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining, "build", lambda *model: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            quiet(tiny)
+    assert (tiny.out / "settings.toml").exists()
+    assert quiet(replace(tiny, width=16, steps=4)).width == 16
+    assert Settings.from_toml(tiny.out / "settings.toml").width == 16
+
+
+def test_the_status_of_a_run_whose_time_is_over_is_its_own(
+    tiny: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    config = command(tiny)[-1]
+    assert status(monkeypatch, "pretrain", "--config", config, "--minutes", "0") == 75
+    assert "the time is over at step 16 of 120; the same command goes on from there" in capsys.readouterr().out
+    assert status(monkeypatch, "pretrain", "--config", config) == 0
+
+
+def test_a_second_run_in_a_folder_is_refused(tiny: Settings, tmp_path: Path):
+    """While the first one lives, by one line and without harm; and no longer, once that was killed."""
+    long = replace(tiny, steps=100_000)
+    first = subprocess.Popen([sys.executable, *command(long)], env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        patience = time.monotonic() + 60
+        while not (long.out / "checkpoints").exists() and time.monotonic() < patience:
+            time.sleep(0.01)
+        second = subprocess.run([sys.executable, *command(long)], env=ENVIRONMENT, capture_output=True, text=True)
+        assert second.returncode == 2
+        assert second.stderr == f"shaped: out must be a folder in which no other process works, got {long.out}, where one does\n"
+        assert first.poll() is None
+        with pytest.raises(Busy):
+            quiet(long)
+    finally:
+        first.kill()
+        first.wait()
+    assert (long.out / ".lock").exists()  # it had no time to remove it
+    with pytest.raises(Stopped, match="the time is over"):
+        quiet(replace(long, minutes=0.0))
+    assert not (long.out / ".lock").exists()
+
+
+def test_a_lock_that_was_removed_while_it_was_waited_for_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first one finishes, and removes the file, between the second's opening and locking it."""
+    flock, calls = fcntl.flock, []
+
+    def late(handle: int, how: int) -> None:
+        if not calls:
+            (tmp_path / ".lock").unlink()
+        calls.append(handle)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with alone(tmp_path):
+        assert len(calls) == 2
+        with pytest.raises(Busy), alone(tmp_path):
+            pass
+    with alone(tmp_path):
+        pass
+
+
+def damaged_descriptions(right: dict[str, Any]) -> list[Any]:
+    wrong: list[Any] = [[], 3, None, {}]
+    wrong += [right | {key: value} for key in ("step", "sha256", "layout", "data", "losses") for value in (None, True, "x", -1)]
+    return wrong + [{other: right[other] for other in right if other != key} for key in ("step", "sha256", "layout", "data", "losses")]
+
+
+def test_a_description_of_any_shape_is_passed_by(tiny: Settings):
+    """The checkpoint is named, and the one before it used."""
+    settings = replace(tiny, steps=32, checkpoint_every=8, keep=2)
+    quiet(settings)
+    (tiny.out / "result.json").unlink()
+    about = checkpoint.found(tiny.out / "checkpoints")[-1] / "state.json"
+    right = json.loads(about.read_text())
+    for content in [*map(json.dumps, damaged_descriptions(right)), "[" * 100_000]:
+        about.write_text(content)
+        said: list[str] = []
+        assert Run(settings, 0, 1, said.append, False, {}).step == 24
+        assert "step-00000032 is truncated or damaged" in said[0]
+        assert "\n" not in said[0]
+    for wrong in ({"losses": ["x"]}, {"step": 1000}):
+        about.write_text(json.dumps(right | wrong))
+        with refused("checkpoints", "32 steps", str(tiny.out)):
+            Run(settings, 0, 1, lambda line: None, False, {})
+
+
+def test_metrics_of_any_shape_are_left_out(tiny: Settings):
+    quiet(replace(tiny, steps=4))
+    path = tiny.out / "metrics.jsonl"
+    right = path.read_text()
+    for line in ("3", "[]", "{}", '{"step": "x", "kind": "test"}', '{"step": 1, "kind": []}', "\0\0", "[" * 100_000):
+        path.write_text(f"{right}{line}\n{right}")
+        assert metrics.read(path, "test") == 2 * [json.loads(line) for line in right.splitlines() if '"test"' in line]
+    said: list[str] = []
+    path.write_text(f"{line}\n{right}")
+    metrics.Metrics(tiny.out, 4, False, said.append)
+    assert path.read_text() == right  # what comes after a line that is none is not lost
+    assert said == [f"{path} has 1 line that cannot be read: left out"]
+    about = checkpoint.found(tiny.out / "checkpoints")[-1] / "state.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"losses": []}))
+    path.write_bytes(b"\xff\n")
+    (tiny.out / "result.json").unlink()
+    with refused("metrics", str(tiny.out)):
+        quiet(replace(tiny, steps=4))
+
+
+def test_the_losses_of_a_result_are_those_of_the_last_step(tiny: Settings):
+    """Also where the metrics of the last steps are lost, and their checkpoint is not."""
+    settings = replace(tiny, steps=40, evaluate_every=20)
+    result = quiet(settings)
+    path = settings.out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert json.loads(lines[1])["step"] == 20
+    assert json.loads(lines[1])["loss"] != result.test_loss
+    about = checkpoint.found(settings.out / "checkpoints")[-1] / "state.json"
+    right = json.loads(about.read_text())
+    assert 0.0 < right["seconds"] <= result.seconds
+    for seconds, kept in ((None, lines[:2]), (1000.0, [line for line in lines if '"train"' in line]), ("x", [])):
+        path.write_text("".join(kept))
+        about.write_text(json.dumps(right | {"seconds": seconds}))  # older checkpoints have none
+        (settings.out / "result.json").unlink()
+        again = quiet(settings)
+        assert again.test_loss == result.test_loss
+        assert (again.seconds >= 1000.0) == (seconds == 1000.0)  # of both commands
+        # The mean of all lines that there are.
+        means = [json.loads(line)["loss"] for line in lines if '"train"' in line and (line in kept or '"step": 40,' in line)]
+        assert again.train_loss == pytest.approx(sum(means) / len(means), rel=1e-12)
+
+
+def test_a_run_does_not_go_on_with_other_text(tiny: Settings, tmp_path: Path, text: Path):
+    with pytest.raises(Stopped):
+        pretrain(replace(tiny, minutes=0.0), say=lambda _: None)
+    other = tmp_path / "other"
+    data.prepare([str(text)], other, vocab=80, length=data.load(tiny.data).length, valid_share=0.2, progress=False)
+    with refused("data", "other"):
+        pretrain(replace(tiny, data=other), say=lambda _: None)
