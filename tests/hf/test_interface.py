@@ -1,12 +1,13 @@
 """`attn_implementation="shaped"` in stock models: against the matrix written out, with padding, caches and generation."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from stock import BOTH, DECODERS, ENCODER, ENCODERS, IMAGES, PAD, TOKENS, VOCABULARY, bert, gpt2, llama, made, mistral, t5, umt5
-from transformers import StaticCache
+from stock import BOTH, DECODERS, ENCODER, ENCODERS, IMAGES, PAD, TOKENS, VOCABULARY, bert, gpt2, llama, made, mistral, own, t5, umt5
+from transformers import DynamicCache, StaticCache
 
 from refusals import refused
 from shaped import hf
@@ -114,6 +115,22 @@ def test_a_prompt_in_chunks_is_the_prompt(make):
     first = model(input_ids=ids[:, :4], use_cache=True)
     second = model(input_ids=ids[:, 4:], past_key_values=first.past_key_values)
     assert (torch.cat([first.logits, second.logits], 1) - whole).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("cache", [DynamicCache, partial(StaticCache, max_cache_len=20)], ids=["dynamic", "static"])
+@pytest.mark.parametrize("make", [gpt2, llama, mistral, own])
+def test_chunks_may_be_padded_to_a_length(make, cache):
+    """With nothing but padding at the end, a query's place is still its own: after a cached prefix, and as the first of a cache."""
+    model, ids = made(make), tokens()
+    expected = model(input_ids=ids, use_cache=False).logits
+    mask = (torch.arange(12) < 9).long().expand(2, 12)
+    padded = torch.cat([ids, torch.full((2, 3), PAD)], 1)
+    whole = model(input_ids=padded, attention_mask=mask, past_key_values=cache(config=model.config)).logits
+    assert (whole[:, :9] - expected).abs().max() < 1e-10
+    kept = cache(config=model.config)
+    model(input_ids=ids[:, :5], past_key_values=kept)
+    rest = model(input_ids=padded[:, 5:], attention_mask=mask, position_ids=torch.arange(5, 12)[None], past_key_values=kept).logits
+    assert (rest[:, :4] - expected[:, 5:]).abs().max() < 1e-10
 
 
 def test_packed_sequences_do_not_see_one_another():

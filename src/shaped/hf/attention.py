@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from shaped.nn.attention import shaped_attention
 from shaped.nn.modules import AttentionShaping, ShapedSelfAttention
@@ -143,12 +143,28 @@ def has_attention_of_its_own(kind: type[nn.Module]) -> bool:
     return "softmax" in source and "get_interface(" not in source
 
 
-def mask_forward(*arguments: Any, mask_function: Callable[..., Any] | None = None, **named: Any) -> Tensor | None:
-    """Boolean masks, as for `sdpa`; where it is padding alone that masks, [batch, 1, 1, keys], for which centring is a masked mean."""
-    if mask_function is not None:
-        named["mask_function"] = mask_function
-    mask = sdpa_mask(*arguments, **named)
-    return mask[..., :1, :] if mask is not None and mask_function is bidirectional_mask_function else mask
+def mask_forward(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    **named: Any,
+) -> Tensor | None:
+    """Boolean masks, as for `sdpa`; where it is padding alone that masks, [batch, 1, 1, keys], for which centring is a masked mean.
+
+    In a causal one the last query attends to its own key also where that is padding: `places` tells the queries' places by it.
+    """
+    mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **named)  # pyright: ignore[reportArgumentType]
+    if mask is None:
+        return None
+    if mask_function is bidirectional_mask_function:
+        return mask[..., :1, :]
+    if q_length == kv_length:
+        return mask
+    queries, keys = torch.arange(q_length, device=mask.device), torch.arange(kv_length, device=mask.device) + kv_offset
+    return mask | (queries == q_length - 1)[:, None] & (keys == q_offset + q_length - 1)
 
 
 def _additive(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
