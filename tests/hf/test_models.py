@@ -182,6 +182,19 @@ def test_embeddings_can_be_tied_resized_and_given():
     assert not torch.equal(types(tokens())[0], types(tokens(), token_type_ids=torch.ones(2, 9, dtype=torch.long))[0])
 
 
+@pytest.mark.parametrize("stds", [{}, {"head_std": 0.02}, {"embedding_std": 0.3}, {"type_vocab_size": 2}])
+def test_a_tied_head_starts_like_one_of_its_own(stds):
+    """Logits of variance n head_std²; 5 standard errors, as if the 16 tokens were dependent and the 400 words not."""
+    n = 256
+    model = made(ShapedForMaskedLM, hidden_size=n, gamma=0.2, vocab_size=400, tie_word_embeddings=True, **stds)
+    ids = torch.randint(0, 400, (1, 16), generator=generator(2))
+    x = model.model(ids).last_hidden_state
+    logits = model(ids).logits.masked_fill(torch.nn.functional.one_hot(ids, 400).bool(), 0.0)  # but for each token's own
+    per_token = logits.square().sum(-1) / (399 * x.square().mean(-1))
+    wanted = n * stds.get("head_std", n**-0.5) ** 2
+    assert per_token.mean().item() == pytest.approx(wanted, rel=5 * math.sqrt(2 / 399))
+
+
 def test_hidden_states_attentions_compilation_and_checkpointing():
     model, ids = made(ShapedForMaskedLM).double(), tokens()
     outputs = model(ids, output_hidden_states=True, output_attentions=True)
@@ -247,6 +260,7 @@ def test_more_tokens_than_positions_are_refused():
         ({"recover_steps": 0}, ["recover_steps", "0"]),
         ({"gamma": 1.5}, ["gamma", "1.5"]),
         ({"tau0": 0.0}, ["tau0", "0.0"]),
+        ({"tie_word_embeddings": True, "embedding_std": 0.0}, ["embedding_std", "0.0"]),
         ({"type_vocab_size": -1}, ["type_vocab_size", "-1"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),
         ({"attention_dropout": -0.1}, ["attention_dropout", "-0.1"]),

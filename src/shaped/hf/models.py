@@ -199,7 +199,13 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
             config.is_decoder = self.causal
         super().__init__(config)
         self.model, self.head = ShapedModel(config), output_head(config)
+        # A tied matrix starts with the embedding's entries, which are about sqrt(n) times as large as an output matrix's should be.
+        self.head_scale = self.head.std / self.model.embedding.tokens.std if config.tie_word_embeddings else 1.0
         self.post_init()
+
+    def logits(self, x: Tensor) -> Any:
+        """Of the stack's tokens, [..., n]: at the start as if the output matrix had entries of `head_std`, tied or not."""
+        return self.head(x if self.head_scale == 1.0 else self.head_scale * x)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -229,7 +235,7 @@ class ShapedForMaskedLM(ShapedLanguageModel):
     ) -> MaskedLMOutput:
         """`labels`: what was at the masked places, -100 elsewhere. (Trainer drops what forward does not name, so all is named.)"""
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.head(outputs.last_hidden_state)
+        logits = self.logits(outputs.last_hidden_state)
         loss = None if labels is None else self._loss(logits, labels, kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
@@ -261,7 +267,7 @@ class ShapedForCausalLM(ShapedLanguageModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.head(outputs.last_hidden_state[:, kept])
+        logits = self.logits(outputs.last_hidden_state[:, kept])
         loss = None if labels is None else self._loss(logits, labels, kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
