@@ -130,6 +130,16 @@ def test_shaped_anew():
     assert torch.equal(twice(**given).logits, once(**given).logits)
 
 
+@pytest.mark.parametrize("make", [bert, t5])
+def test_the_config_that_a_model_was_made_of_stays_as_it_was(make):
+    kind, config = make()
+    model, before = kind(config), config.to_dict()
+    hf.shape(model)
+    assert config.to_dict() == before
+    assert not shapings(kind(config))
+    assert all(part.config._attn_implementation == "shaped" for part in model.modules() if hasattr(part, "config"))
+
+
 def test_what_cannot_be_shaped_or_made_plain_is_refused():
     with refused("ShapedConfig", "ShapedModel"):
         hf.shape(hf.ShapedModel(hf.ShapedConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import wraps
@@ -49,7 +50,7 @@ def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1
     refuse_if_ignored(model)
     for module in self_attentions(model).values():
         module.register_module("shaping", None)
-    for config in configs(model):
+    for config in own_configs(model):
         config.shaped = settings
     model.set_attn_implementation(NAME)
     install(model)
@@ -102,6 +103,17 @@ def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The model's config and those of its parts; some, such as T5's, are copies."""
     found = {id(config): config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)}
     return list(found.values())
+
+
+def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Those configs, replaced by copies: other models may be made of the ones that this model was made of."""
+    before = configs(model)
+    copies = dict(zip(map(id, before), copy.deepcopy(before), strict=True))
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if id(value) in copies:
+                module.__dict__[name] = copies[id(value)]
+    return list(copies.values())
 
 
 def refuse_if_ignored(model: PreTrainedModel) -> None:
