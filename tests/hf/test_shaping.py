@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,21 @@ def test_cross_attention_has_no_gains(make, count):
     model(**inputs(make.__name__)).logits.square().sum().backward()
     assert all(gain.grad is not None and gain.grad.item() != 0 for gain in gains(model))
     assert all(shaping.gamma1.dtype == torch.float64 for shaping in shapings(model))
+
+
+def test_cross_attention_by_another_name():
+    from transformers import Pix2StructTextConfig, Pix2StructTextModel
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "initializer_range": 0.02,
+    }
+    assert len(shapings(hf.shape(Pix2StructTextModel(Pix2StructTextConfig(**sizes))))) == 2
 
 
 @pytest.mark.parametrize("make", [bert, gpt2, t5])

@@ -109,7 +109,7 @@ def mark_roles(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if goes_through_the_interface(type(module)):
             within_layer = re.split(r"\.\d+(?=\.|$)", name)[-1]
-            named = re.search(r"cross|encoder_attn|enc_?dec", within_layer, re.IGNORECASE) is not None
+            named = re.search(r"cross|encoder_attn|enc(oder)?_?dec", within_layer, re.IGNORECASE) is not None
             elsewhere = named or "CrossAttention" in type(module).__name__ or bool(getattr(module, "is_cross_attention", False))
             module.__dict__["attends_elsewhere"] = elsewhere
 
