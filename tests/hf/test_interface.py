@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from stock import BOTH, DECODERS, ENCODER, ENCODERS, IMAGES, PAD, TOKENS, VOCABULARY, bert, gpt2, llama, made, mistral, own, t5, umt5
+from stock import BOTH, DECODERS, ENCODER, ENCODERS, IMAGES, PAD, TOKENS, VOCABULARY, bart, bert, gpt2, llama, made, mistral, own, t5, umt5
 from transformers import DynamicCache, StaticCache
 
 from refusals import refused
@@ -228,10 +228,33 @@ def test_what_changes_the_softmax_is_refused():
         made(make)(input_ids=tokens())
 
 
-def test_set_attn_implementation_reaches_every_part():
-    model, given = made(t5, "sdpa"), inputs("t5")
-    model.set_attn_implementation("shaped")
-    assert torch.equal(model(**given).logits, made(t5)(**given).logits)
+@pytest.mark.parametrize("choice", ["shaped", {"": "shaped"}])
+@pytest.mark.parametrize("name", ["bert", "t5", "bart"])
+def test_set_attn_implementation_reaches_every_part(name, choice):
+    model, given = made(EVERY[name], "sdpa"), inputs(name)
+    stock = model(**given).logits
+    model.set_attn_implementation(choice)
+    assert torch.equal(model(**given).logits, made(EVERY[name])(**given).logits)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(**given).logits, stock)
+
+
+def test_cross_attention_is_known_before_shaped_is_chosen():
+    model, given = made(bart, "sdpa"), inputs("bart")
+    model.config._attn_implementation = "shaped"
+    assert torch.equal(model(**given).logits, made(bart)(**given).logits)
+
+
+def test_a_part_may_be_shaped_alone():
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {name: size for name, size in ENCODER.items() if name != "vocab_size"}
+    clip = CLIPModel(CLIPConfig(text_config=ENCODER, vision_config=sizes | {"image_size": 8, "patch_size": 4}, projection_dim=8)).eval()
+    pixels = torch.randn(1, 3, 8, 8, generator=generator(5))
+    text, image = clip.text_model(tokens())[0], clip.vision_model(pixels)[0]
+    clip.set_attn_implementation({"text_config": "shaped"})
+    assert (clip.text_model(tokens())[0] - text).abs().max() > 1e-2
+    assert torch.equal(clip.vision_model(pixels)[0], image)
 
 
 def test_four_dimensional_masks_of_ones_own():
@@ -267,6 +290,7 @@ def test_models_that_would_ignore_it_are_refused():
     for call in (
         lambda: hf.shape(stock),
         lambda: stock.set_attn_implementation("shaped"),
+        lambda: stock.set_attn_implementation({"": "shaped"}),
         lambda: DebertaV2Model._from_config(config, attn_implementation="shaped"),
     ):
         with refused("attn_implementation", "shaped", "DisentangledSelfAttention", "DebertaV2Model"):

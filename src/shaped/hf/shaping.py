@@ -134,7 +134,7 @@ def at_the_end_of_construction(post_init: Callable[..., None]) -> Callable[..., 
             install(self)
         if self.config._attn_implementation == NAME and any("Attention" in type(module).__name__ for module in self.modules()):
             refuse_if_ignored(self)
-            mark_roles(self)
+        mark_roles(self)  # whatever attention it has now: another may be chosen in its config
         post_init(self)
 
     return finished
@@ -144,13 +144,16 @@ def in_every_part(set_attn_implementation: Callable[..., None]) -> Callable[...,
     """transformers passes over parts whose config is a copy of the model's own (T5), and only warns where nothing is changed."""
 
     def chosen(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        if attn_implementation == NAME:
-            refuse_if_ignored(self)
-            mark_roles(self)
+        by_part = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
+        for name in (name for name, choice in by_part.items() if choice == NAME):
+            config = getattr(self.config, name, None) if name else self.config
+            for part in (part for part in self.modules() if isinstance(part, PreTrainedModel) and part.config is config):
+                refuse_if_ignored(part)
+        mark_roles(self)
         set_attn_implementation(self, attn_implementation, *args, **kwargs)
-        if attn_implementation == NAME:
-            for config in configs(self):
-                config._attn_implementation_internal = NAME
+        for config in configs(self):
+            if attn_implementation == NAME or type(config) is type(self.config):
+                config._attn_implementation_internal = self.config._attn_implementation
 
     return chosen
 
