@@ -261,6 +261,15 @@ def test_a_single_precision_bias_under_autocast():
             assert out.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", MASKS)
+def test_shapes_without_numbers(kind):
+    """On the meta device, where large models are made before they are loaded."""
+    q, k, v, gamma1, gamma2 = (x.detach().to("meta") for x in inputs(HEADS, 2, K))
+    arguments = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in case(kind, K)[0].items()}
+    out = shaped_attention(q, k, v, gamma1=gamma1, gamma2=gamma2, **arguments)
+    assert (out.shape, out.device.type) == (q.shape, "meta")
+
+
 def test_gains_and_dropout_are_checked():
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"gamma1": torch.ones(4)}, "gamma1"),
