@@ -265,7 +265,7 @@ def test_a_single_precision_bias_under_autocast():
 def test_shapes_without_numbers(kind):
     """On the meta device, where large models are made before they are loaded."""
     q, k, v, gamma1, gamma2 = (x.detach().to("meta") for x in inputs(HEADS, 2, K))
-    arguments = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in case(kind, K)[0].items()}
+    arguments: Any = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in case(kind, K)[0].items()}
     out = shaped_attention(q, k, v, gamma1=gamma1, gamma2=gamma2, **arguments)
     assert (out.shape, out.device.type) == (q.shape, "meta")
 
