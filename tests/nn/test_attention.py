@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from refusals import refused
+from shaped.nn import attention
 from shaped.nn.attention import running_mean
 from shaped.nn.functional import attention_matrix, shaped_attention
 from stats import generator
@@ -128,7 +129,7 @@ def test_padding_changes_nothing():
     assert torch.allclose(padded, shaped_attention(q[:, :, :4], k[:, :, :4], v[:, :, :4]), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "padding right", "bool", "rows masked"])
+@pytest.mark.parametrize("kind", ["full", "causal", "padding right", "bool", "causal and padding", "rows masked"])
 def test_compiled_and_exported(kind):
     q, k, v, gamma1, gamma2 = inputs(HEADS, 2, K)
     arguments, *_ = case(kind, K)
@@ -147,7 +148,7 @@ def test_compiled_and_exported(kind):
     assert torch.allclose(eager, exported.module()(q, k, v, gamma1, gamma2), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "padding right", "bool"])
+@pytest.mark.parametrize("kind", ["full", "causal", "padding right", "bool", "causal and padding"])
 def test_half_precision_and_autocast(kind):
     q, k, v, *_ = inputs(HEADS, 2, K)
     arguments, *_ = case(kind, K)
@@ -214,6 +215,25 @@ def test_running_mean(m):
     assert torch.allclose(running_mean(v, v.dtype), exact, rtol=1e-12, atol=1e-13)
     half = running_mean(v.bfloat16(), torch.float32)
     assert (half.double() - exact).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("m", [3, 200])
+def test_running_mean_of_what_is_no_padding(m):
+    g = generator(104)
+    v, real = torch.randn(2, 3, m, 4, generator=g, dtype=torch.float64), torch.rand(2, 1, m, 1, generator=g) < 0.5
+    real[0, :, :2], real[1, :, 0] = False, True
+    exact = (v * real).cumsum(-2) / real.cumsum(-2).clamp(min=1)
+    assert torch.allclose(running_mean(v, v.dtype, real), exact, rtol=1e-12, atol=1e-13)
+    assert (running_mean(v.bfloat16(), torch.float32, real).double() - exact).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_centring_takes_a_second_attention_for_few_masks(kind, monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or scaled_dot_product_attention(*a, **k))
+    q, k, v, *_ = inputs(HEADS, 2, K)
+    shaped_attention(q, k, v, **case(kind, K)[0])
+    assert len(calls) == (2 if kind in ("bias", "bool by head") else 1)
 
 
 def test_places_for_the_whole_batch():
