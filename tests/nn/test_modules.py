@@ -22,6 +22,7 @@ from shaped.nn import (
     parameter_groups,
     vanilla,
 )
+from shaped.nn.functional import shaped_relu
 from stats import assert_same_moments, generator, random_covariance, seed
 
 M, N, HEADS, GAMMA, TAU0 = 3, 12, 2, 0.7, 0.4
@@ -129,6 +130,29 @@ def test_what_is_trained(schedule, train, trained):
     other.load_state_dict(saved)
     X = torch.randn(2, 5, N)
     assert torch.equal(encoder(X), other(X))
+
+
+def test_slopes_that_are_trained():
+    """As if they were numbers, with their gradients."""
+    x = torch.randn(4, 50, generator=generator(116), dtype=torch.float64, requires_grad=True)
+    slopes = [torch.tensor([s], dtype=torch.float64, requires_grad=True) for s in (0.3, 1.2)]
+    plain = 1.2 * x.clamp(min=0) + 0.3 * x.clamp(max=0)
+    for found in (shaped_relu(x, *slopes), shaped_relu(x, slopes[0], 1.2), shaped_relu(x, 0.3, slopes[1]), shaped_relu(x, 0.3, 1.2)):
+        assert torch.allclose(found, plain, rtol=1e-12, atol=1e-14)
+    gradients = torch.autograd.grad(shaped_relu(x, *slopes).sum(), [x, *slopes])
+    expected = torch.where(x > 0, 1.2, 0.3).double(), x.clamp(max=0).sum()[None], x.clamp(min=0).sum()[None]
+    assert all(torch.allclose(one, other) for one, other in zip(gradients, expected, strict=True))
+
+
+def test_half_precision_keeps_c_minus():
+    """Slopes of 1 + c_-/sqrt(n) are not rounded to bfloat16 themselves: c_- is right to 2^-9, and to 5 standard errors of 2^-9/sqrt(3)."""
+    n, samples = 768, 40_000
+    x = -torch.randn(samples, generator=generator(117)).abs().bfloat16()
+    out = shaped_relu(x, torch.tensor([1 - 1 / math.sqrt(n)]))
+    assert out.dtype == torch.bfloat16
+    bend = ((out.double() - x.double()) * x.double()).sum() / x.double().square().sum()
+    error = 2**-9 / math.sqrt(3) * math.sqrt(3 / samples)  # of a mean with weights x²
+    assert bend.item() == pytest.approx(-1 / math.sqrt(n), abs=2**-9 / math.sqrt(n) + 5 * error)
 
 
 def test_decay_is_for_matrices():

@@ -175,7 +175,7 @@ class ShapedFeedForwardBlock(Shapeable):
 
     def forward(self, x: Tokens) -> Tokens:
         hidden = self.pre(x)
-        return self.post(torch.relu(hidden) if self.slope is None else shaped_relu(hidden, self.slope.to(hidden.dtype)))
+        return self.post(torch.relu(hidden) if self.slope is None else shaped_relu(hidden, self.slope))
 
     def scalars(self) -> tuple[Tensor, ...]:
         return () if self.slope is None else (self.slope,)
