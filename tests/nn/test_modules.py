@@ -205,6 +205,11 @@ def test_blocks_with_layer_norm(place):
 def test_a_schedule_does_not_touch_what_another_trains():
     with pytest.raises(ValueError, match="schedule"):
         Recover(10).apply(ShapedEncoder(1, N, HEADS, gamma=0.2, schedule=Learn()), 5)
+    half = torch.nn.Sequential(*(ShapedEncoder(1, N, HEADS, gamma=0.2, schedule=schedule) for schedule in (Recover(10), Learn())))
+    before = {name: value.clone() for name, value in half.state_dict().items()}
+    with refused("schedule", "Recover"):
+        Recover(10).apply(half, 5)
+    assert all(torch.equal(value, before[name]) for name, value in half.state_dict().items())
     encoder = ShapedEncoder(1, N, HEADS, gamma=0, fold=False)
     encoder.register_parameter("logit_scale", torch.nn.Parameter(torch.tensor(1.0)))
     assert len(gains(encoder)) == 4  # and not the parameter of somebody else
