@@ -166,6 +166,15 @@ def test_attentions_can_be_looked_at(name):
     assert rows.min() < 0
 
 
+@pytest.mark.parametrize("make", [bert, llama, own])
+def test_attentions_can_be_asked_for_in_the_config(make):
+    model, ids = made(make), tokens()
+    expected = model(input_ids=ids, output_attentions=True).attentions
+    asked = made(make, output_attentions=True)
+    assert all(torch.equal(one, other) for one, other in zip(asked(input_ids=ids).attentions, expected, strict=True))
+    assert asked(input_ids=ids, output_attentions=False).attentions is None
+
+
 def test_attentions_are_those_after_dropout():
     model = made(bert, attention_probs_dropout_prob=1.0).train()
     matrices = model(input_ids=tokens(), output_attentions=True).attentions

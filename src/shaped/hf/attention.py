@@ -72,7 +72,7 @@ def attention_forward(
         observer(module, query, key, scale, mask, causal)
     arguments: dict[str, Any] = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": causal, "attn_mask": mask}
     arguments |= {"positions": positions, "dropout_p": dropout}
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions", getattr(getattr(module, "config", None), "output_attentions", False)):
         weights = attention_weights(query, key, value, **arguments)
         return (weights @ _for_each(query.shape[1], value)).transpose(1, 2).contiguous(), weights
     return shaped_attention(query, key, value, **arguments).transpose(1, 2).contiguous(), None

@@ -49,6 +49,7 @@ class Attend(nn.Module):
             k, v = cache.update(k, v, self.layer)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or NAME, sdpa_attention_forward)
         dropout = attention.dropout if self.training else 0.0
+        kwargs = {"output_attentions": self.config.output_attentions} | kwargs
         return interface(attention, q, k, v, mask, dropout=dropout, scaling=attention.scale, **kwargs)
 
 
