@@ -162,6 +162,9 @@ def test_losses_are_the_usual_ones():
     assert masked(ids, labels=labels).loss.item() == pytest.approx(expected.item(), rel=1e-6)
     shifted = torch.nn.functional.cross_entropy(causal(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert causal(ids, labels=ids).loss.item() == pytest.approx(shifted.item(), rel=1e-6)
+    given = ids.flip(-1)  # shifted by whoever cut the sequences into parts
+    expected = torch.nn.functional.cross_entropy(causal(ids).logits.flatten(0, 1), given.flatten())
+    assert causal(ids, labels=ids, shift_labels=given).loss.item() == pytest.approx(expected.item(), rel=1e-6)
     classifier = made(ShapedForSequenceClassification, num_labels=3)
     own = torch.nn.functional.cross_entropy(classifier(ids).logits, torch.tensor([0, 2]))
     assert classifier(ids, labels=torch.tensor([0, 2])).loss.item() == pytest.approx(own.item(), rel=1e-6)
@@ -247,8 +250,19 @@ def test_the_last_token_of_a_long_sequence_in_half_precision():
 def test_more_tokens_than_positions_are_refused():
     with refused("input_ids", "24", "25"):
         made(ShapedModel)(tokens(length=25))
-    with refused("input_ids", "24", "25"):
+    with refused("position_ids", "23", "24"):
         made(ShapedForCausalLM).generate(tokens(), max_new_tokens=20, do_sample=False)
+    for wrong in (24, -1):
+        with refused("position_ids", "23", str(wrong)):
+            made(ShapedModel)(tokens(), position_ids=torch.full((1, 9), wrong))
+
+
+def test_packed_sequences_may_be_more_tokens_than_positions():
+    model, ids = made(ShapedForCausalLM).double(), tokens(batch=1, length=36)
+    positions = torch.arange(12).repeat(3)[None]
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    apart = model(ids.view(3, 12), use_cache=False).logits
+    assert (packed.view_as(apart) - apart).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(

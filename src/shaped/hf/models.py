@@ -174,8 +174,7 @@ class ShapedModel(ShapedPreTrainedModel):
         if self.config.is_decoder and use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if isinstance(seen, int) and seen + x.shape[1] > self.config.max_position_embeddings:
-            raise ValueError(f"input_ids must have at most {self.config.max_position_embeddings} tokens, got {seen + x.shape[1]}")
+        _check_positions(position_ids, seen + x.shape[1], self.config.max_position_embeddings)
         if position_ids is None:
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
         if self.config.is_decoder:
@@ -186,6 +185,19 @@ class ShapedModel(ShapedPreTrainedModel):
         for layer in self.layers:
             x = layer(x, mask, past_key_values=past_key_values if self.config.is_decoder else None, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=x if self.norm is None else self.norm(x), past_key_values=past_key_values)
+
+
+def _check_positions(position_ids: Tensor | None, tokens: int | Tensor, most: int) -> None:
+    """Packed sequences may be more tokens than there are positions. Given positions are read where that takes no waiting for a GPU, or
+    where they are many."""
+    many = isinstance(tokens, int) and tokens > most
+    if position_ids is None and many:
+        raise ValueError(f"input_ids must have at most {most} tokens, got {tokens}")
+    if position_ids is None or torch.compiler.is_compiling() or not (position_ids.is_cpu or (many and position_ids.is_cuda)):
+        return
+    low, high = (int(position) for position in position_ids.aminmax()) if position_ids.numel() else (0, 0)
+    if low < 0 or high >= most:
+        raise ValueError(f"position_ids must be from 0 to {most - 1}, as max_position_embeddings has it, got {low if low < 0 else high}")
 
 
 class ShapedLanguageModel(ShapedPreTrainedModel):
@@ -215,9 +227,10 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
         self.head = new_embeddings
 
     def _loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Trainer gives the number of items of all batches that it accumulates, over which the mean then is."""
-        counted = {"num_items_in_batch": kwargs.get("num_items_in_batch")}
-        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
+        """Trainer gives the number of items of all batches that it accumulates, over which the mean then is, and, where it cuts sequences
+        into parts, labels that are shifted already."""
+        given = {name: kwargs[name] for name in ("num_items_in_batch", "shift_labels") if name in kwargs}
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
 
 
 class ShapedForMaskedLM(ShapedLanguageModel):
@@ -257,7 +270,7 @@ class ShapedForCausalLM(ShapedLanguageModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """`labels`: the tokens themselves, which are shifted here."""
+        """`labels`: the tokens themselves, which are shifted here, unless `shift_labels` are given beside them."""
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
