@@ -328,6 +328,8 @@ def test_attention_without_a_value_of_ones_own_is_refused():
     ("call", "words"),
     [
         (lambda: hf.shape(made(bert), tau0=0.0), ["tau0", "0.0"]),
+        (lambda: hf.shape(torch.nn.Linear(2, 2)), ["model", "Hugging Face", "Linear"]),  # pyright: ignore
+        (lambda: hf.vanilla(torch.nn.Linear(2, 2)), ["model", "Hugging Face", "Linear"]),  # pyright: ignore
         (lambda: hf.shape(made(bert), gamma1=float("nan")), ["gamma1", "nan"]),
         (lambda: hf.shape(made(t5), gamma2=float("inf")), ["gamma2", "inf"]),
     ],

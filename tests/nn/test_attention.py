@@ -1,6 +1,8 @@
 """shaped_attention on fused kernels equals the attention matrix written out, forward and backward."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -199,6 +201,9 @@ Q4 = torch.zeros(B, 4, K, E)
         ({"attn_mask": torch.ones(K, K, dtype=torch.float64)}, ["attn_mask", "float64"]),
         ({"positions": torch.arange(3)}, ["positions", "(3,)"]),
         ({"positions": torch.zeros(K)}, ["positions", "float32"]),
+        ({"positions": torch.arange(1, K + 1)}, ["positions", "0 to 6", "7"]),
+        ({"positions": torch.arange(-1, K - 1)}, ["positions", "0 to 6", "-1"]),
+        ({"gamma1": float("nan")}, ["gamma1", "nan"]),
         ({"k": Q4.to("meta"), "v": Q4}, ["k must", "meta"]),
     ],
 )
@@ -288,6 +293,24 @@ def test_shapes_without_numbers(kind):
     arguments: Any = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in case(kind, K)[0].items()}
     out = shaped_attention(q, k, v, gamma1=gamma1, gamma2=gamma2, **arguments)
     assert (out.shape, out.device.type) == (q.shape, "meta")
+
+
+WITHOUT_TYPE_CHECKS = """
+import torch
+from shaped.nn.functional import shaped_attention
+q = torch.zeros(1, 2, 3, 4)
+for name, value in {"gamma1": None, "gamma2": "a", "attn_mask": [1], "positions": (0, 1, 2), "q": None}.items():
+    try:
+        shaped_attention(**{"q": q, "k": q, "v": q} | {name: value})
+    except ValueError as error:
+        print(name in str(error) and repr(value) in str(error))
+"""
+
+
+def test_what_should_be_a_tensor_or_a_number():
+    """In a process of its own, without the type checks of the tests, as users have it."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TYPE_CHECKS], capture_output=True, text=True, check=True)
+    assert done.stdout == 5 * "True\n"
 
 
 def test_gains_and_dropout_are_checked():

@@ -263,6 +263,9 @@ def test_a_small_encoder_learns(schedule):
         (lambda: ShapedSelfAttention(0, 1), ["width", "0"]),
         (lambda: ShapedSelfAttention(8, 2, dropout=2.0), ["dropout", "2.0"]),
         (lambda: ShapedEncoder(0, 8, 2, gamma=0.5), ["depth", "0"]),
+        (lambda: ShapedEncoder(1, 8, 2, gamma=0.5, schedule="recover"), ["schedule", "Recover(steps)", "recover"]),  # pyright: ignore
+        (lambda: ShapedSelfAttention(8, 2, schedule=Recover), ["schedule", "Recover(steps)", "class"]),  # pyright: ignore
+        (lambda: parameter_groups(torch.nn.Linear(2, 2), -1.0), ["weight_decay", "-1.0"]),
         (lambda: ShapedEncoder(1, 8, 2, gamma=1.5), ["gamma", "1.5"]),
     ],
 )

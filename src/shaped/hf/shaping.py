@@ -35,6 +35,7 @@ def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1
         learn: train the gains. If not, they are buffers, which a `ShapingCallback` with `Recover` may take to 0.
         gamma1, gamma2: where the gains start.
     """
+    _refuse_strangers(model, "shape")
     if isinstance(model.config, ShapedConfig):
         raise ValueError(f"model must be a stock model, got {type(model).__name__}, which has its shape from its ShapedConfig")
     before = getattr(model.config, "shaped", None)
@@ -59,6 +60,7 @@ def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1
 
 def vanilla(model: Model) -> Model:
     """A copy without the shaping, which must have gone to 0 (`Recover`), with the same outputs: `shaped.nn.vanilla`, and its config too."""
+    _refuse_strangers(model, "vanilla")
     settings = getattr(model.config, "shaped", None)
     if isinstance(model.config, ShapedConfig):
         if model.config.block != "shaped":
@@ -76,6 +78,11 @@ def vanilla(model: Model) -> Model:
             config.__dict__.pop(name, None)
         config._attn_implementation_internal = settings["instead_of"]
     return model
+
+
+def _refuse_strangers(model: object, name: str) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a Hugging Face model for shaped.hf.{name}, got {type(model).__name__}")
 
 
 def install(model: PreTrainedModel) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shaped.checks import in_range
+from shaped.checks import finite, in_range
 from shaped.nn import fused
 from shaped.nn.fused import Gain
 
@@ -44,6 +44,9 @@ def shaped_attention(
         positions: each query's place among the keys, [Q], [1, Q] or [batch, Q], where the queries are not the last tokens (a static cache).
         dropout_p: dropout of the softmax alone; identity and centring are not dropped.
     """
+    for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask), ("positions", positions)):
+        if not isinstance(x, Tensor) and (x is not None or name in "qkv"):
+            raise ValueError(f"{name} must be a tensor, got {x!r}")
     q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
     _check(q, k, v, attn_mask, positions, gamma1, gamma2, dropout_p)
     Q, K, heads = q.shape[-2], k.shape[-2], q.shape[-3]
@@ -217,6 +220,7 @@ def _check(
             raise ValueError(f"positions must be whole numbers, [{Q}] or [batch, {Q}], got {positions.dtype}, {tuple(positions.shape)}")
         if positions.device != q.device:
             raise ValueError(f"positions must be on the device of q, {q.device}, got {positions.device}")
+        _check_places(positions, K)
     if mask is not None:
         wanted = (*q.shape[:-1], K)
         fits = 2 <= mask.ndim <= len(wanted) and all(m in (1, w) for m, w in zip(mask.shape[::-1], wanted[::-1], strict=False))
@@ -228,8 +232,18 @@ def _check(
             raise ValueError(f"attn_mask must be boolean or of the dtype of q, {q.dtype}, got {mask.dtype}")
     wanted = (*q.shape[:-1], v.shape[-1])
     for name, gamma in (("gamma1", gamma1), ("gamma2", gamma2)):
-        if isinstance(gamma, Tensor):
+        if not isinstance(gamma, Tensor):
+            finite(name, gamma)
+        else:
             if gamma.device != q.device and gamma.ndim:
                 raise ValueError(f"{name} must be on the device of q, {q.device}, got {gamma.device}")
             if gamma.ndim > len(wanted) or any(g not in (1, w) for g, w in zip(gamma.shape[::-1], wanted[::-1], strict=False)):
                 raise ValueError(f"{name} must broadcast into the output, {list(wanted)}, such as [heads, 1, 1], got {list(gamma.shape)}")
+
+
+def _check_places(positions: Tensor, K: int) -> None:
+    """Where reading them takes no waiting for a GPU and no compiler looks on."""
+    if positions.is_cpu and positions.numel() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+        low, high = (int(place) for place in positions.aminmax())
+        if low < 0 or high >= K:
+            raise ValueError(f"positions must be places among the {K} keys, 0 to {K - 1}, got {low if low < 0 else high}")

@@ -47,6 +47,13 @@ class Schedule(ABC):
             module.set_shaping(self.share(step))
 
 
+def chosen(schedule: Schedule | None) -> Schedule:
+    """The schedule given, or the usual one."""
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule must be Fixed(), Learn() or Recover(steps), got {schedule!r}")
+    return schedule or Fixed()
+
+
 @dataclass(frozen=True)
 class Fixed(Schedule):
     """The shaping stays as it is at initialisation."""
