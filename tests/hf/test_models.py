@@ -257,6 +257,11 @@ def test_more_tokens_than_positions_are_refused():
             made(ShapedModel)(tokens(), position_ids=torch.full((1, 9), wrong))
 
 
+def test_a_classifier_wants_to_know_which_tokens_are_padding():
+    with refused("attention_mask", "(2, 1, 9, 9)"):
+        made(ShapedForSequenceClassification)(tokens(), attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
+
+
 def test_packed_sequences_may_be_more_tokens_than_positions():
     model, ids = made(ShapedForCausalLM).double(), tokens(batch=1, length=36)
     positions = torch.arange(12).repeat(3)[None]

@@ -321,6 +321,8 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
 
     def pooled(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """One vector for each text, [batch, n], of its tokens, [batch, m, n]."""
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask must be [batch, tokens] for a classifier, got shape {tuple(attention_mask.shape)}")
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask.bool()
         if self.config.is_decoder:
             last = (real * torch.arange(1, x.shape[1] + 1, device=x.device)).argmax(-1)
