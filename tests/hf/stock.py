@@ -33,6 +33,8 @@ from transformers import (
 )
 from transformers.masking_utils import eager_mask
 
+from shaped.hf import ShapedConfig, ShapedForCausalLM
+
 VOCABULARY, PAD = 40, 1
 LAYERS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 ENCODER: dict[str, Any] = {
@@ -96,6 +98,11 @@ def bart(**kwargs):
     sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": 40}
     tokens: dict[str, Any] = {**TOKENS, "decoder_start_token_id": 2, "forced_eos_token_id": None}
     return BartForConditionalGeneration, BartConfig(**sizes, **tokens, **kwargs)
+
+
+def own(**kwargs):
+    """None of the stock models: the package's decoder."""
+    return ShapedForCausalLM, ShapedConfig(**ENCODER, **TOKENS, max_position_embeddings=40, gamma=0.4, **kwargs)
 
 
 ENCODERS = {make.__name__: make for make in (bert, roberta, modernbert)}

@@ -1,12 +1,13 @@
 """`attn_implementation="shaped"` in stock models: against the matrix written out, with padding, caches and generation."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from stock import BOTH, DECODERS, ENCODER, ENCODERS, IMAGES, PAD, TOKENS, VOCABULARY, bert, gpt2, llama, made, mistral, t5, umt5
-from transformers import StaticCache
+from stock import BOTH, DECODERS, ENCODER, ENCODERS, IMAGES, PAD, TOKENS, VOCABULARY, bart, bert, gpt2, llama, made, mistral, own, t5, umt5
+from transformers import DynamicCache, StaticCache
 
 from refusals import refused
 from shaped import hf
@@ -116,6 +117,22 @@ def test_a_prompt_in_chunks_is_the_prompt(make):
     assert (torch.cat([first.logits, second.logits], 1) - whole).abs().max() < 1e-10
 
 
+@pytest.mark.parametrize("cache", [DynamicCache, partial(StaticCache, max_cache_len=20)], ids=["dynamic", "static"])
+@pytest.mark.parametrize("make", [gpt2, llama, mistral, own])
+def test_chunks_may_be_padded_to_a_length(make, cache):
+    """With nothing but padding at the end, a query's place is still its own: after a cached prefix, and as the first of a cache."""
+    model, ids = made(make), tokens()
+    expected = model(input_ids=ids, use_cache=False).logits
+    mask = (torch.arange(12) < 9).long().expand(2, 12)
+    padded = torch.cat([ids, torch.full((2, 3), PAD)], 1)
+    whole = model(input_ids=padded, attention_mask=mask, past_key_values=cache(config=model.config)).logits
+    assert (whole[:, :9] - expected).abs().max() < 1e-10
+    kept = cache(config=model.config)
+    model(input_ids=ids[:, :5], past_key_values=kept)
+    rest = model(input_ids=padded[:, 5:], attention_mask=mask, position_ids=torch.arange(5, 12)[None], past_key_values=kept).logits
+    assert (rest[:, :4] - expected[:, 5:]).abs().max() < 1e-10
+
+
 def test_packed_sequences_do_not_see_one_another():
     model, ids = made(llama), tokens(batch=1, length=10)
     positions = torch.cat([torch.arange(6), torch.arange(4)])[None]
@@ -147,6 +164,15 @@ def test_attentions_can_be_looked_at(name):
     rows = matrices[0][given["attention_mask"][:, None, :].expand(-1, 4, -1).bool()]
     assert torch.allclose(rows.sum(-1), torch.ones((), dtype=torch.float64))  # 1 + 1 - 1
     assert rows.min() < 0
+
+
+@pytest.mark.parametrize("make", [bert, llama, own])
+def test_attentions_can_be_asked_for_in_the_config(make):
+    model, ids = made(make), tokens()
+    expected = model(input_ids=ids, output_attentions=True).attentions
+    asked = made(make, output_attentions=True)
+    assert all(torch.equal(one, other) for one, other in zip(asked(input_ids=ids).attentions, expected, strict=True))
+    assert asked(input_ids=ids, output_attentions=False).attentions is None
 
 
 def test_attentions_are_those_after_dropout():
@@ -211,10 +237,33 @@ def test_what_changes_the_softmax_is_refused():
         made(make)(input_ids=tokens())
 
 
-def test_set_attn_implementation_reaches_every_part():
-    model, given = made(t5, "sdpa"), inputs("t5")
-    model.set_attn_implementation("shaped")
-    assert torch.equal(model(**given).logits, made(t5)(**given).logits)
+@pytest.mark.parametrize("choice", ["shaped", {"": "shaped"}])
+@pytest.mark.parametrize("name", ["bert", "t5", "bart"])
+def test_set_attn_implementation_reaches_every_part(name, choice):
+    model, given = made(EVERY[name], "sdpa"), inputs(name)
+    stock = model(**given).logits
+    model.set_attn_implementation(choice)
+    assert torch.equal(model(**given).logits, made(EVERY[name])(**given).logits)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(**given).logits, stock)
+
+
+def test_cross_attention_is_known_before_shaped_is_chosen():
+    model, given = made(bart, "sdpa"), inputs("bart")
+    model.config._attn_implementation = "shaped"
+    assert torch.equal(model(**given).logits, made(bart)(**given).logits)
+
+
+def test_a_part_may_be_shaped_alone():
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {name: size for name, size in ENCODER.items() if name != "vocab_size"}
+    clip = CLIPModel(CLIPConfig(text_config=ENCODER, vision_config=sizes | {"image_size": 8, "patch_size": 4}, projection_dim=8)).eval()
+    pixels = torch.randn(1, 3, 8, 8, generator=generator(5))
+    text, image = clip.text_model(tokens())[0], clip.vision_model(pixels)[0]
+    clip.set_attn_implementation({"text_config": "shaped"})
+    assert (clip.text_model(tokens())[0] - text).abs().max() > 1e-2
+    assert torch.equal(clip.vision_model(pixels)[0], image)
 
 
 def test_four_dimensional_masks_of_ones_own():
@@ -250,6 +299,7 @@ def test_models_that_would_ignore_it_are_refused():
     for call in (
         lambda: hf.shape(stock),
         lambda: stock.set_attn_implementation("shaped"),
+        lambda: stock.set_attn_implementation({"": "shaped"}),
         lambda: DebertaV2Model._from_config(config, attn_implementation="shaped"),
     ):
         with refused("attn_implementation", "shaped", "DisentangledSelfAttention", "DebertaV2Model"):
@@ -278,6 +328,8 @@ def test_attention_without_a_value_of_ones_own_is_refused():
     ("call", "words"),
     [
         (lambda: hf.shape(made(bert), tau0=0.0), ["tau0", "0.0"]),
+        (lambda: hf.shape(torch.nn.Linear(2, 2)), ["model", "Hugging Face", "Linear"]),  # pyright: ignore
+        (lambda: hf.vanilla(torch.nn.Linear(2, 2)), ["model", "Hugging Face", "Linear"]),  # pyright: ignore
         (lambda: hf.shape(made(bert), gamma1=float("nan")), ["gamma1", "nan"]),
         (lambda: hf.shape(made(t5), gamma2=float("inf")), ["gamma2", "inf"]),
     ],

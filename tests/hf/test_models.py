@@ -162,6 +162,9 @@ def test_losses_are_the_usual_ones():
     assert masked(ids, labels=labels).loss.item() == pytest.approx(expected.item(), rel=1e-6)
     shifted = torch.nn.functional.cross_entropy(causal(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert causal(ids, labels=ids).loss.item() == pytest.approx(shifted.item(), rel=1e-6)
+    given = ids.flip(-1)  # shifted by whoever cut the sequences into parts
+    expected = torch.nn.functional.cross_entropy(causal(ids).logits.flatten(0, 1), given.flatten())
+    assert causal(ids, labels=ids, shift_labels=given).loss.item() == pytest.approx(expected.item(), rel=1e-6)
     classifier = made(ShapedForSequenceClassification, num_labels=3)
     own = torch.nn.functional.cross_entropy(classifier(ids).logits, torch.tensor([0, 2]))
     assert classifier(ids, labels=torch.tensor([0, 2])).loss.item() == pytest.approx(own.item(), rel=1e-6)
@@ -180,6 +183,19 @@ def test_embeddings_can_be_tied_resized_and_given():
     types = made(ShapedModel, type_vocab_size=2)
     assert torch.equal(types(tokens())[0], types(tokens(), token_type_ids=torch.zeros(2, 9, dtype=torch.long))[0])
     assert not torch.equal(types(tokens())[0], types(tokens(), token_type_ids=torch.ones(2, 9, dtype=torch.long))[0])
+
+
+@pytest.mark.parametrize("stds", [{}, {"head_std": 0.02}, {"embedding_std": 0.3}, {"type_vocab_size": 2}])
+def test_a_tied_head_starts_like_one_of_its_own(stds):
+    """Logits of variance n head_std²; 5 standard errors, as if the 16 tokens were dependent and the 400 words not."""
+    n = 256
+    model = made(ShapedForMaskedLM, hidden_size=n, gamma=0.2, vocab_size=400, tie_word_embeddings=True, **stds)
+    ids = torch.randint(0, 400, (1, 16), generator=generator(2))
+    x = model.model(ids).last_hidden_state
+    logits = model(ids).logits.masked_fill(torch.nn.functional.one_hot(ids, 400).bool(), 0.0)  # but for each token's own
+    per_token = logits.square().sum(-1) / (399 * x.square().mean(-1))
+    wanted = n * stds.get("head_std", n**-0.5) ** 2
+    assert per_token.mean().item() == pytest.approx(wanted, rel=5 * math.sqrt(2 / 399))
 
 
 def test_hidden_states_attentions_compilation_and_checkpointing():
@@ -234,8 +250,24 @@ def test_the_last_token_of_a_long_sequence_in_half_precision():
 def test_more_tokens_than_positions_are_refused():
     with refused("input_ids", "24", "25"):
         made(ShapedModel)(tokens(length=25))
-    with refused("input_ids", "24", "25"):
+    with refused("position_ids", "23", "24"):
         made(ShapedForCausalLM).generate(tokens(), max_new_tokens=20, do_sample=False)
+    for wrong in (24, -1):
+        with refused("position_ids", "23", str(wrong)):
+            made(ShapedModel)(tokens(), position_ids=torch.full((1, 9), wrong))
+
+
+def test_a_classifier_wants_to_know_which_tokens_are_padding():
+    with refused("attention_mask", "(2, 1, 9, 9)"):
+        made(ShapedForSequenceClassification)(tokens(), attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
+
+
+def test_packed_sequences_may_be_more_tokens_than_positions():
+    model, ids = made(ShapedForCausalLM).double(), tokens(batch=1, length=36)
+    positions = torch.arange(12).repeat(3)[None]
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    apart = model(ids.view(3, 12), use_cache=False).logits
+    assert (packed.view_as(apart) - apart).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -247,6 +279,7 @@ def test_more_tokens_than_positions_are_refused():
         ({"recover_steps": 0}, ["recover_steps", "0"]),
         ({"gamma": 1.5}, ["gamma", "1.5"]),
         ({"tau0": 0.0}, ["tau0", "0.0"]),
+        ({"tie_word_embeddings": True, "embedding_std": 0.0}, ["embedding_std", "0.0"]),
         ({"type_vocab_size": -1}, ["type_vocab_size", "-1"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),
         ({"attention_dropout": -0.1}, ["attention_dropout", "-0.1"]),

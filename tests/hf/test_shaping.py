@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,21 @@ def test_cross_attention_has_no_gains(make, count):
     assert all(shaping.gamma1.dtype == torch.float64 for shaping in shapings(model))
 
 
+def test_cross_attention_by_another_name():
+    from transformers import Pix2StructTextConfig, Pix2StructTextModel
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "initializer_range": 0.02,
+    }
+    assert len(shapings(hf.shape(Pix2StructTextModel(Pix2StructTextConfig(**sizes))))) == 2
+
+
 @pytest.mark.parametrize("make", [bert, gpt2, t5])
 def test_recover_ends_at_the_stock_model(make, tmp_path):
     stock, given = made(make, "sdpa"), inputs(make.__name__)
@@ -128,6 +144,16 @@ def test_shaped_anew():
     assert twice.config.shaped == once.config.shaped
     assert len(gains(twice)) == 4
     assert torch.equal(twice(**given).logits, once(**given).logits)
+
+
+@pytest.mark.parametrize("make", [bert, t5])
+def test_the_config_that_a_model_was_made_of_stays_as_it_was(make):
+    kind, config = make()
+    model, before = kind(config), config.to_dict()
+    hf.shape(model)
+    assert config.to_dict() == before
+    assert not shapings(kind(config))
+    assert all(part.config._attn_implementation == "shaped" for part in model.modules() if hasattr(part, "config"))
 
 
 def test_what_cannot_be_shaped_or_made_plain_is_refused():

@@ -239,6 +239,14 @@ def test_wrong_input_is_named():
         ShapingCallback(Recover(3)).on_train_begin(None, type("State", (), {"global_step": 0}), None, model=model_of("learn"))  # pyright: ignore
 
 
+def test_entropy_is_not_rounded_by_autocast():
+    """Logits in the hundreds: a bfloat16 would round them by 1."""
+    q, k = 10 * torch.randn(2, 1, 2, 40, 64, generator=generator(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_entropy(q, k)
+    assert torch.equal(found, attention_entropy(q, k))
+
+
 def test_entropy_and_correlation_have_their_limits():
     q, k = torch.zeros(1, 2, 6, 4), torch.randn(1, 1, 6, 4, generator=generator(1))
     assert torch.allclose(attention_entropy(q, k, block=4), torch.tensor(math.log(6.0)))

@@ -1,6 +1,8 @@
 """shaped_attention on fused kernels equals the attention matrix written out, forward and backward."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from refusals import refused
+from shaped.nn import attention
 from shaped.nn.attention import running_mean
 from shaped.nn.functional import attention_matrix, shaped_attention
 from stats import generator
@@ -128,7 +131,7 @@ def test_padding_changes_nothing():
     assert torch.allclose(padded, shaped_attention(q[:, :, :4], k[:, :, :4], v[:, :, :4]), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "padding right", "bool", "rows masked"])
+@pytest.mark.parametrize("kind", ["full", "causal", "padding right", "bool", "causal and padding", "rows masked"])
 def test_compiled_and_exported(kind):
     q, k, v, gamma1, gamma2 = inputs(HEADS, 2, K)
     arguments, *_ = case(kind, K)
@@ -147,7 +150,7 @@ def test_compiled_and_exported(kind):
     assert torch.allclose(eager, exported.module()(q, k, v, gamma1, gamma2), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "padding right", "bool"])
+@pytest.mark.parametrize("kind", ["full", "causal", "padding right", "bool", "causal and padding"])
 def test_half_precision_and_autocast(kind):
     q, k, v, *_ = inputs(HEADS, 2, K)
     arguments, *_ = case(kind, K)
@@ -198,6 +201,9 @@ Q4 = torch.zeros(B, 4, K, E)
         ({"attn_mask": torch.ones(K, K, dtype=torch.float64)}, ["attn_mask", "float64"]),
         ({"positions": torch.arange(3)}, ["positions", "(3,)"]),
         ({"positions": torch.zeros(K)}, ["positions", "float32"]),
+        ({"positions": torch.arange(1, K + 1)}, ["positions", "0 to 6", "7"]),
+        ({"positions": torch.arange(-1, K - 1)}, ["positions", "0 to 6", "-1"]),
+        ({"gamma1": float("nan")}, ["gamma1", "nan"]),
         ({"k": Q4.to("meta"), "v": Q4}, ["k must", "meta"]),
     ],
 )
@@ -214,6 +220,25 @@ def test_running_mean(m):
     assert torch.allclose(running_mean(v, v.dtype), exact, rtol=1e-12, atol=1e-13)
     half = running_mean(v.bfloat16(), torch.float32)
     assert (half.double() - exact).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("m", [3, 200])
+def test_running_mean_of_what_is_no_padding(m):
+    g = generator(104)
+    v, real = torch.randn(2, 3, m, 4, generator=g, dtype=torch.float64), torch.rand(2, 1, m, 1, generator=g) < 0.5
+    real[0, :, :2], real[1, :, 0] = False, True
+    exact = (v * real).cumsum(-2) / real.cumsum(-2).clamp(min=1)
+    assert torch.allclose(running_mean(v, v.dtype, real), exact, rtol=1e-12, atol=1e-13)
+    assert (running_mean(v.bfloat16(), torch.float32, real).double() - exact).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_centring_takes_a_second_attention_for_few_masks(kind, monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or scaled_dot_product_attention(*a, **k))
+    q, k, v, *_ = inputs(HEADS, 2, K)
+    shaped_attention(q, k, v, **case(kind, K)[0])
+    assert len(calls) == (2 if kind in ("bias", "bool by head") else 1)
 
 
 def test_places_for_the_whole_batch():
@@ -259,6 +284,33 @@ def test_a_single_precision_bias_under_autocast():
         for gain in (0.0, 1.0):
             out = shaped_attention(q, k, v.bfloat16(), attn_mask=torch.zeros(K, K), gamma1=gain, gamma2=gain)
             assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_shapes_without_numbers(kind):
+    """On the meta device, where large models are made before they are loaded."""
+    q, k, v, gamma1, gamma2 = (x.detach().to("meta") for x in inputs(HEADS, 2, K))
+    arguments: Any = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in case(kind, K)[0].items()}
+    out = shaped_attention(q, k, v, gamma1=gamma1, gamma2=gamma2, **arguments)
+    assert (out.shape, out.device.type) == (q.shape, "meta")
+
+
+WITHOUT_TYPE_CHECKS = """
+import torch
+from shaped.nn.functional import shaped_attention
+q = torch.zeros(1, 2, 3, 4)
+for name, value in {"gamma1": None, "gamma2": "a", "attn_mask": [1], "positions": (0, 1, 2), "q": None}.items():
+    try:
+        shaped_attention(**{"q": q, "k": q, "v": q} | {name: value})
+    except ValueError as error:
+        print(name in str(error) and repr(value) in str(error))
+"""
+
+
+def test_what_should_be_a_tensor_or_a_number():
+    """In a process of its own, without the type checks of the tests, as users have it."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TYPE_CHECKS], capture_output=True, text=True, check=True)
+    assert done.stdout == 5 * "True\n"
 
 
 def test_gains_and_dropout_are_checked():

@@ -22,6 +22,7 @@ from shaped.nn import (
     parameter_groups,
     vanilla,
 )
+from shaped.nn.functional import shaped_relu
 from stats import assert_same_moments, generator, random_covariance, seed
 
 M, N, HEADS, GAMMA, TAU0 = 3, 12, 2, 0.7, 0.4
@@ -131,6 +132,29 @@ def test_what_is_trained(schedule, train, trained):
     assert torch.equal(encoder(X), other(X))
 
 
+def test_slopes_that_are_trained():
+    """As if they were numbers, with their gradients."""
+    x = torch.randn(4, 50, generator=generator(116), dtype=torch.float64, requires_grad=True)
+    slopes = [torch.tensor([s], dtype=torch.float64, requires_grad=True) for s in (0.3, 1.2)]
+    plain = 1.2 * x.clamp(min=0) + 0.3 * x.clamp(max=0)
+    for found in (shaped_relu(x, *slopes), shaped_relu(x, slopes[0], 1.2), shaped_relu(x, 0.3, slopes[1]), shaped_relu(x, 0.3, 1.2)):
+        assert torch.allclose(found, plain, rtol=1e-12, atol=1e-14)
+    gradients = torch.autograd.grad(shaped_relu(x, *slopes).sum(), [x, *slopes])
+    expected = torch.where(x > 0, 1.2, 0.3).double(), x.clamp(max=0).sum()[None], x.clamp(min=0).sum()[None]
+    assert all(torch.allclose(one, other) for one, other in zip(gradients, expected, strict=True))
+
+
+def test_half_precision_keeps_c_minus():
+    """Slopes of 1 + c_-/sqrt(n) are not rounded to bfloat16 themselves: c_- is right to 2^-9, and to 5 standard errors of 2^-9/sqrt(3)."""
+    n, samples = 768, 40_000
+    x = -torch.randn(samples, generator=generator(117)).abs().bfloat16()
+    out = shaped_relu(x, torch.tensor([1 - 1 / math.sqrt(n)]))
+    assert out.dtype == torch.bfloat16
+    bend = ((out.double() - x.double()) * x.double()).sum() / x.double().square().sum()
+    error = 2**-9 / math.sqrt(3) * math.sqrt(3 / samples)  # of a mean with weights x²
+    assert bend.item() == pytest.approx(-1 / math.sqrt(n), abs=2**-9 / math.sqrt(n) + 5 * error)
+
+
 def test_decay_is_for_matrices():
     encoder = ShapedEncoder(2, N, HEADS, gamma=0.3, schedule=Learn())
     matrices, others = parameter_groups(encoder, 0.1)
@@ -181,6 +205,11 @@ def test_blocks_with_layer_norm(place):
 def test_a_schedule_does_not_touch_what_another_trains():
     with pytest.raises(ValueError, match="schedule"):
         Recover(10).apply(ShapedEncoder(1, N, HEADS, gamma=0.2, schedule=Learn()), 5)
+    half = torch.nn.Sequential(*(ShapedEncoder(1, N, HEADS, gamma=0.2, schedule=schedule) for schedule in (Recover(10), Learn())))
+    before = {name: value.clone() for name, value in half.state_dict().items()}
+    with refused("schedule", "Recover"):
+        Recover(10).apply(half, 5)
+    assert all(torch.equal(value, before[name]) for name, value in half.state_dict().items())
     encoder = ShapedEncoder(1, N, HEADS, gamma=0, fold=False)
     encoder.register_parameter("logit_scale", torch.nn.Parameter(torch.tensor(1.0)))
     assert len(gains(encoder)) == 4  # and not the parameter of somebody else
@@ -234,6 +263,9 @@ def test_a_small_encoder_learns(schedule):
         (lambda: ShapedSelfAttention(0, 1), ["width", "0"]),
         (lambda: ShapedSelfAttention(8, 2, dropout=2.0), ["dropout", "2.0"]),
         (lambda: ShapedEncoder(0, 8, 2, gamma=0.5), ["depth", "0"]),
+        (lambda: ShapedEncoder(1, 8, 2, gamma=0.5, schedule="recover"), ["schedule", "Recover(steps)", "recover"]),  # pyright: ignore
+        (lambda: ShapedSelfAttention(8, 2, schedule=Recover), ["schedule", "Recover(steps)", "class"]),  # pyright: ignore
+        (lambda: parameter_groups(torch.nn.Linear(2, 2), -1.0), ["weight_decay", "-1.0"]),
         (lambda: ShapedEncoder(1, 8, 2, gamma=1.5), ["gamma", "1.5"]),
     ],
 )

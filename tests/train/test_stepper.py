@@ -43,9 +43,10 @@ def plan(of, lr: float = 1e-2, **how) -> Plan:
     return Plan(lambda step: lr, how.pop("factors", {}), of.config.shaping().share, **how)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("block", "schedule"), BLOCKS)
-def test_the_loss_is_that_of_the_hugging_face_model(block: str, schedule: str):
-    made = model(block=block, schedule=schedule)
+def test_the_loss_is_that_of_the_hugging_face_model(block: str, schedule: str, tied: bool):
+    made = model(block=block, schedule=schedule, tie_word_embeddings=tied)
     ids, places, labels = (tensor[0] for tensor in batches().chunk(0, 1))
     everywhere = torch.full_like(ids, -100).scatter(-1, places, labels)
     expected = made(ids, labels=everywhere).loss

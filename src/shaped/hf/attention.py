@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from shaped.nn.attention import shaped_attention
 from shaped.nn.modules import AttentionShaping, ShapedSelfAttention
@@ -72,7 +72,7 @@ def attention_forward(
         observer(module, query, key, scale, mask, causal)
     arguments: dict[str, Any] = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": causal, "attn_mask": mask}
     arguments |= {"positions": positions, "dropout_p": dropout}
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions", getattr(getattr(module, "config", None), "output_attentions", False)):
         weights = attention_weights(query, key, value, **arguments)
         return (weights @ _for_each(query.shape[1], value)).transpose(1, 2).contiguous(), weights
     return shaped_attention(query, key, value, **arguments).transpose(1, 2).contiguous(), None
@@ -109,7 +109,7 @@ def mark_roles(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if goes_through_the_interface(type(module)):
             within_layer = re.split(r"\.\d+(?=\.|$)", name)[-1]
-            named = re.search(r"cross|encoder_attn|enc_?dec", within_layer, re.IGNORECASE) is not None
+            named = re.search(r"cross|encoder_attn|enc(oder)?_?dec", within_layer, re.IGNORECASE) is not None
             elsewhere = named or "CrossAttention" in type(module).__name__ or bool(getattr(module, "is_cross_attention", False))
             module.__dict__["attends_elsewhere"] = elsewhere
 
@@ -143,12 +143,28 @@ def has_attention_of_its_own(kind: type[nn.Module]) -> bool:
     return "softmax" in source and "get_interface(" not in source
 
 
-def mask_forward(*arguments: Any, mask_function: Callable[..., Any] | None = None, **named: Any) -> Tensor | None:
-    """Boolean masks, as for `sdpa`; where it is padding alone that masks, [batch, 1, 1, keys], for which centring is a masked mean."""
-    if mask_function is not None:
-        named["mask_function"] = mask_function
-    mask = sdpa_mask(*arguments, **named)
-    return mask[..., :1, :] if mask is not None and mask_function is bidirectional_mask_function else mask
+def mask_forward(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    **named: Any,
+) -> Tensor | None:
+    """Boolean masks, as for `sdpa`; where it is padding alone that masks, [batch, 1, 1, keys], for which centring is a masked mean.
+
+    In a causal one the last query attends to its own key also where that is padding: `places` tells the queries' places by it.
+    """
+    mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **named)  # pyright: ignore[reportArgumentType]
+    if mask is None:
+        return None
+    if mask_function is bidirectional_mask_function:
+        return mask[..., :1, :]
+    if q_length == kv_length:
+        return mask
+    queries, keys = torch.arange(q_length, device=mask.device), torch.arange(kv_length, device=mask.device) + kv_offset
+    return mask | (queries == q_length - 1)[:, None] & (keys == q_offset + q_length - 1)
 
 
 def _additive(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

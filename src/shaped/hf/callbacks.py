@@ -15,14 +15,14 @@ from shaped.checks import whole_number
 from shaped.files import write_atomically
 from shaped.hf import attention
 from shaped.nn.diagnostics import attention_entropy, token_correlation
-from shaped.nn.schedules import Schedule
+from shaped.nn.schedules import Schedule, chosen
 
 
 class ShapingCallback(TrainerCallback):
     """Takes the shaping of a model where its schedule wants it: `ShapingCallback(Recover(4000))`. Resumed runs go on where they were."""
 
     def __init__(self, schedule: Schedule):
-        self.schedule = schedule
+        self.schedule = chosen(schedule)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.schedule.apply(kwargs["model"], state.global_step)

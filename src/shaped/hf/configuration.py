@@ -28,6 +28,7 @@ class ShapedConfig(PreTrainedConfig):
         embedding_norm: LayerNorm on the embedding.
         embedding_std: standard deviation of the tables of tokens and positions at the start; by default their sum has variance 1.
         head_std: that of the output matrix; hidden_size^-1/2 by default.
+        tie_word_embeddings: the output matrix is the table of tokens, times a constant by which it too starts at head_std.
         type_vocab_size: token types (sentence pairs) that have an embedding; 0 for none.
         attention_dropout, hidden_dropout: of the softmax, and of the embedding.
     """
@@ -78,6 +79,8 @@ class ShapedConfig(PreTrainedConfig):
         for name in ("gamma_feedforward", "embedding_std", "head_std"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 0.0, 1.0 if name == "gamma_feedforward" else 1e3)
+                if self.tie_word_embeddings and name.endswith("_std"):
+                    positive(name, getattr(self, name))
         positive("tau0", self.tau0)
         finite("c_minus", self.c_minus)
         # Not written to config.json by transformers: a shaped model is shaped unless another attention is asked for.

@@ -49,6 +49,7 @@ class Attend(nn.Module):
             k, v = cache.update(k, v, self.layer)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or NAME, sdpa_attention_forward)
         dropout = attention.dropout if self.training else 0.0
+        kwargs = {"output_attentions": self.config.output_attentions} | kwargs
         return interface(attention, q, k, v, mask, dropout=dropout, scaling=attention.scale, **kwargs)
 
 
@@ -173,8 +174,7 @@ class ShapedModel(ShapedPreTrainedModel):
         if self.config.is_decoder and use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if isinstance(seen, int) and seen + x.shape[1] > self.config.max_position_embeddings:
-            raise ValueError(f"input_ids must have at most {self.config.max_position_embeddings} tokens, got {seen + x.shape[1]}")
+        _check_positions(position_ids, seen + x.shape[1], self.config.max_position_embeddings)
         if position_ids is None:
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
         if self.config.is_decoder:
@@ -185,6 +185,19 @@ class ShapedModel(ShapedPreTrainedModel):
         for layer in self.layers:
             x = layer(x, mask, past_key_values=past_key_values if self.config.is_decoder else None, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=x if self.norm is None else self.norm(x), past_key_values=past_key_values)
+
+
+def _check_positions(position_ids: Tensor | None, tokens: int | Tensor, most: int) -> None:
+    """Packed sequences may be more tokens than there are positions. Given positions are read where that takes no waiting for a GPU, or
+    where they are many."""
+    many = isinstance(tokens, int) and tokens > most
+    if position_ids is None and many:
+        raise ValueError(f"input_ids must have at most {most} tokens, got {tokens}")
+    if position_ids is None or torch.compiler.is_compiling() or not (position_ids.is_cpu or (many and position_ids.is_cuda)):
+        return
+    low, high = (int(position) for position in position_ids.aminmax()) if position_ids.numel() else (0, 0)
+    if low < 0 or high >= most:
+        raise ValueError(f"position_ids must be from 0 to {most - 1}, as max_position_embeddings has it, got {low if low < 0 else high}")
 
 
 class ShapedLanguageModel(ShapedPreTrainedModel):
@@ -199,7 +212,13 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
             config.is_decoder = self.causal
         super().__init__(config)
         self.model, self.head = ShapedModel(config), output_head(config)
+        # A tied matrix starts with the embedding's entries, which are about sqrt(n) times as large as an output matrix's should be.
+        self.head_scale = self.head.std / self.model.embedding.tokens.std if config.tie_word_embeddings else 1.0
         self.post_init()
+
+    def logits(self, x: Tensor) -> Any:
+        """Of the stack's tokens, [..., n]: at the start as if the output matrix had entries of `head_std`, tied or not."""
+        return self.head(x if self.head_scale == 1.0 else self.head_scale * x)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -208,9 +227,10 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
         self.head = new_embeddings
 
     def _loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Trainer gives the number of items of all batches that it accumulates, over which the mean then is."""
-        counted = {"num_items_in_batch": kwargs.get("num_items_in_batch")}
-        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
+        """Trainer gives the number of items of all batches that it accumulates, over which the mean then is, and, where it cuts sequences
+        into parts, labels that are shifted already."""
+        given = {name: kwargs[name] for name in ("num_items_in_batch", "shift_labels") if name in kwargs}
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
 
 
 class ShapedForMaskedLM(ShapedLanguageModel):
@@ -229,7 +249,7 @@ class ShapedForMaskedLM(ShapedLanguageModel):
     ) -> MaskedLMOutput:
         """`labels`: what was at the masked places, -100 elsewhere. (Trainer drops what forward does not name, so all is named.)"""
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.head(outputs.last_hidden_state)
+        logits = self.logits(outputs.last_hidden_state)
         loss = None if labels is None else self._loss(logits, labels, kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
@@ -250,7 +270,7 @@ class ShapedForCausalLM(ShapedLanguageModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """`labels`: the tokens themselves, which are shifted here."""
+        """`labels`: the tokens themselves, which are shifted here, unless `shift_labels` are given beside them."""
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -261,7 +281,7 @@ class ShapedForCausalLM(ShapedLanguageModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.head(outputs.last_hidden_state[:, kept])
+        logits = self.logits(outputs.last_hidden_state[:, kept])
         loss = None if labels is None else self._loss(logits, labels, kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -301,6 +321,8 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
 
     def pooled(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """One vector for each text, [batch, n], of its tokens, [batch, m, n]."""
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask must be [batch, tokens] for a classifier, got shape {tuple(attention_mask.shape)}")
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask.bool()
         if self.config.is_decoder:
             last = (real * torch.arange(1, x.shape[1] + 1, device=x.device)).argmax(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import wraps
@@ -34,6 +35,7 @@ def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1
         learn: train the gains. If not, they are buffers, which a `ShapingCallback` with `Recover` may take to 0.
         gamma1, gamma2: where the gains start.
     """
+    _refuse_strangers(model, "shape")
     if isinstance(model.config, ShapedConfig):
         raise ValueError(f"model must be a stock model, got {type(model).__name__}, which has its shape from its ShapedConfig")
     before = getattr(model.config, "shaped", None)
@@ -49,7 +51,7 @@ def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1
     refuse_if_ignored(model)
     for module in self_attentions(model).values():
         module.register_module("shaping", None)
-    for config in configs(model):
+    for config in own_configs(model):
         config.shaped = settings
     model.set_attn_implementation(NAME)
     install(model)
@@ -58,6 +60,7 @@ def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1
 
 def vanilla(model: Model) -> Model:
     """A copy without the shaping, which must have gone to 0 (`Recover`), with the same outputs: `shaped.nn.vanilla`, and its config too."""
+    _refuse_strangers(model, "vanilla")
     settings = getattr(model.config, "shaped", None)
     if isinstance(model.config, ShapedConfig):
         if model.config.block != "shaped":
@@ -75,6 +78,11 @@ def vanilla(model: Model) -> Model:
             config.__dict__.pop(name, None)
         config._attn_implementation_internal = settings["instead_of"]
     return model
+
+
+def _refuse_strangers(model: object, name: str) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a Hugging Face model for shaped.hf.{name}, got {type(model).__name__}")
 
 
 def install(model: PreTrainedModel) -> None:
@@ -104,6 +112,17 @@ def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
+def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Those configs, replaced by copies: other models may be made of the ones that this model was made of."""
+    before = configs(model)
+    copies = dict(zip(map(id, before), copy.deepcopy(before), strict=True))
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if id(value) in copies:
+                module.__dict__[name] = copies[id(value)]
+    return list(copies.values())
+
+
 def refuse_if_ignored(model: PreTrainedModel) -> None:
     """An error for models with attention code of their own, where the choice would otherwise have no effect."""
     own = sorted({type(module).__name__ for module in model.modules() if has_attention_of_its_own(type(module))})
@@ -122,7 +141,7 @@ def at_the_end_of_construction(post_init: Callable[..., None]) -> Callable[..., 
             install(self)
         if self.config._attn_implementation == NAME and any("Attention" in type(module).__name__ for module in self.modules()):
             refuse_if_ignored(self)
-            mark_roles(self)
+        mark_roles(self)  # whatever attention it has now: another may be chosen in its config
         post_init(self)
 
     return finished
@@ -132,13 +151,16 @@ def in_every_part(set_attn_implementation: Callable[..., None]) -> Callable[...,
     """transformers passes over parts whose config is a copy of the model's own (T5), and only warns where nothing is changed."""
 
     def chosen(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        if attn_implementation == NAME:
-            refuse_if_ignored(self)
-            mark_roles(self)
+        by_part = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
+        for name in (name for name, choice in by_part.items() if choice == NAME):
+            config = getattr(self.config, name, None) if name else self.config
+            for part in (part for part in self.modules() if isinstance(part, PreTrainedModel) and part.config is config):
+                refuse_if_ignored(part)
+        mark_roles(self)
         set_attn_implementation(self, attn_implementation, *args, **kwargs)
-        if attn_implementation == NAME:
-            for config in configs(self):
-                config._attn_implementation_internal = NAME
+        for config in configs(self):
+            if attn_implementation == NAME or type(config) is type(self.config):
+                config._attn_implementation_internal = self.config._attn_implementation
 
     return chosen
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shaped.checks import in_range
+from shaped.checks import finite, in_range
 from shaped.nn import fused
 from shaped.nn.fused import Gain
 
@@ -27,9 +27,9 @@ def shaped_attention(
     r"""$\gamma_1 v + \text{softmax}(q k^\top \text{scale} + B)\,v - \gamma_2\,\text{softmax}(B)\,v$ (Eq. shaped-attention-train).
 
     The softmax goes through `scaled_dot_product_attention`. The centring, the attention at zero logits, is a mean of the values
-    without a mask, a running mean for the causal mask, a masked mean for key padding, and a second call of the fused kernel, with zero
-    queries, for a mask of any other form. With gamma1 = gamma2 = 0 this is `scaled_dot_product_attention`. On a GPU `fused` takes over
-    where it can; this is its reference.
+    without a mask, a running mean for the causal mask, both masked where there is key padding, one product for all heads for any other
+    boolean mask, and a second call of the fused kernel, with zero queries, for a bias or a mask that differs between heads. With
+    gamma1 = gamma2 = 0 this is `scaled_dot_product_attention`. On a GPU `fused` takes over where it can; this is its reference.
 
     Args:
         q: queries, [..., heads, Q, E].
@@ -44,12 +44,16 @@ def shaped_attention(
         positions: each query's place among the keys, [Q], [1, Q] or [batch, Q], where the queries are not the last tokens (a static cache).
         dropout_p: dropout of the softmax alone; identity and centring are not dropped.
     """
+    for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask), ("positions", positions)):
+        if not isinstance(x, Tensor) and (x is not None or name in "qkv"):
+            raise ValueError(f"{name} must be a tensor, got {x!r}")
     q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
     _check(q, k, v, attn_mask, positions, gamma1, gamma2, dropout_p)
     Q, K, heads = q.shape[-2], k.shape[-2], q.shape[-3]
     if positions is not None and positions.ndim == 2:
         positions = positions.expand(q.shape[0], -1)
     aligned = positions is None and Q == K
+    real = attn_mask.mT if is_causal and aligned and attn_mask is not None and _is_padding(attn_mask) else None
     if is_causal and (attn_mask is not None or not aligned) and not (attn_mask is None and positions is None and Q == 1):
         # The fused kernels' own causal mask starts at the first key, whatever the queries' places, and takes no other mask beside it.
         attn_mask = _with_causal(attn_mask, _places(q, K, positions), K)
@@ -67,7 +71,7 @@ def shaped_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
     )
     if shapes:
-        own, resting = own_values(v, Q, positions), resting_values(q, v, attn_mask, causal)
+        own, resting = own_values(v, Q, positions), resting_values(q, v, attn_mask, causal, real)
         attended = _plus(_plus(attended, gamma1, _for_each(heads, own)), gamma2, _for_each(heads, resting), sign=-1)
     return attended if some is None else torch.where(some, attended, 0.0)
 
@@ -81,36 +85,57 @@ def own_values(v: Tensor, Q: int, positions: Tensor | None) -> Tensor:
     return v.gather(-2, positions[:, None, :, None].expand(-1, v.shape[-3], -1, v.shape[-1]))
 
 
-def resting_values(q: Tensor, v: Tensor, attn_mask: Tensor | None, causal: bool) -> Tensor:
-    """softmax(B) v: the values under attention at zero logits, for each key head, or for each head where the mask differs between heads."""
+def resting_values(q: Tensor, v: Tensor, attn_mask: Tensor | None, causal: bool, real: Tensor | None = None) -> Tensor:
+    """softmax(B) v: the values under attention at zero logits, for each key head, or for each head where the mask differs between heads.
+
+    `real`, [..., K, 1], says that the mask is the causal one and which keys are not padding.
+    """
     sums = torch.float32 if v.dtype in (torch.float16, torch.bfloat16) else v.dtype
+    if real is not None:
+        return running_mean(v, sums, real)
     if attn_mask is None:
         return running_mean(v, sums) if causal else v.mean(-2, keepdim=True, dtype=sums).to(v.dtype)
-    by_head = attn_mask.ndim >= 3 and attn_mask.shape[-3] > 1
-    if attn_mask.dtype == torch.bool and not by_head and attn_mask.shape[-2] == 1:
-        return (attn_mask.to(sums) / attn_mask.sum(-1, keepdim=True)).to(v.dtype) @ v
+    by_head = _by_head(attn_mask)
+    if attn_mask.dtype == torch.bool and not by_head:
+        weights = (attn_mask.to(sums) / attn_mask.sum(-1, keepdim=True)).to(v.dtype)
+        if _is_padding(attn_mask):
+            return weights @ v
+        weights = weights if weights.ndim == 2 else weights.squeeze(-3)
+        return (weights @ v.transpose(-2, -3).flatten(-2)).unflatten(-1, (v.shape[-3], -1)).transpose(-2, -3)
     heads = q.shape[-3] if by_head else v.shape[-3]
     no_query = v.new_zeros(*v.shape[:-3], heads, q.shape[-2], q.shape[-1])
     no_key = v.new_zeros(*v.shape[:-1], q.shape[-1])
     return scaled_dot_product_attention(no_query, no_key, v, attn_mask=attn_mask, enable_gqa=heads > v.shape[-3])
 
 
-def running_mean(v: Tensor, sums: torch.dtype, block: int = 64) -> Tensor:
-    """The mean of each token's value and all before it.
+def running_mean(v: Tensor, sums: torch.dtype, real: Tensor | None = None, block: int = 64) -> Tensor:
+    """The mean of each token's value and all before it, of those that are `real`, [..., m, 1], if that is given; 0 where there is none.
 
     Sums within blocks are products with a triangle of ones, for which there are fast kernels (a cumulative sum along this dimension is
     several times slower on a GPU); sums of whole blocks are few.
     """
     m = v.shape[-2]
+    if real is None:
+        counts = torch.arange(1, m + 1, device=v.device, dtype=sums)[:, None]
+    else:
+        v, counts = v * real, real.cumsum(-2, dtype=sums).clamp(min=1.0)
     if fused.exporting():  # cutting into blocks would fix the length of the exported program
-        return (v.cumsum(-2, dtype=sums) / torch.arange(1, m + 1, device=v.device, dtype=sums)[:, None]).to(v.dtype)
+        return (v.cumsum(-2, dtype=sums) / counts).to(v.dtype)
     blocks = torch.nn.functional.pad(v, (0, 0, 0, -m % block)).unflatten(-2, (-1, block))
     # Means over `block` in place of sums, which would leave the range of float16.
     within = (v.new_ones(block, block).tril() / block) @ blocks
     whole = blocks.mean(-2, keepdim=True, dtype=sums)
     before = torch.nn.functional.pad(whole.cumsum(-3), (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
-    counts = torch.arange(1, blocks.shape[-3] * block + 1, device=v.device, dtype=sums).view(-1, block, 1)
-    return ((within + before) * (block / counts)).to(v.dtype).flatten(-3, -2)[..., :m, :]
+    return ((within + before).flatten(-3, -2)[..., :m, :] * (block / counts)).to(v.dtype)
+
+
+def _is_padding(mask: Tensor) -> bool:
+    """Is it one row of booleans for all queries and heads?"""
+    return mask.dtype == torch.bool and mask.shape[-2] == 1 and not _by_head(mask)
+
+
+def _by_head(mask: Tensor) -> bool:
+    return mask.ndim >= 3 and mask.shape[-3] > 1
 
 
 def _plus(x: Tensor, gamma: Gain, values: Tensor, sign: int = 1) -> Tensor:
@@ -148,7 +173,7 @@ def _attending(mask: Tensor) -> tuple[Tensor, Tensor]:
 def _autocast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The arguments as autocast would hand them to the fused kernel."""
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):  # not on the meta device
         return q, k, v, mask
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
@@ -195,6 +220,7 @@ def _check(
             raise ValueError(f"positions must be whole numbers, [{Q}] or [batch, {Q}], got {positions.dtype}, {tuple(positions.shape)}")
         if positions.device != q.device:
             raise ValueError(f"positions must be on the device of q, {q.device}, got {positions.device}")
+        _check_places(positions, K)
     if mask is not None:
         wanted = (*q.shape[:-1], K)
         fits = 2 <= mask.ndim <= len(wanted) and all(m in (1, w) for m, w in zip(mask.shape[::-1], wanted[::-1], strict=False))
@@ -206,8 +232,18 @@ def _check(
             raise ValueError(f"attn_mask must be boolean or of the dtype of q, {q.dtype}, got {mask.dtype}")
     wanted = (*q.shape[:-1], v.shape[-1])
     for name, gamma in (("gamma1", gamma1), ("gamma2", gamma2)):
-        if isinstance(gamma, Tensor):
+        if not isinstance(gamma, Tensor):
+            finite(name, gamma)
+        else:
             if gamma.device != q.device and gamma.ndim:
                 raise ValueError(f"{name} must be on the device of q, {q.device}, got {gamma.device}")
             if gamma.ndim > len(wanted) or any(g not in (1, w) for g, w in zip(gamma.shape[::-1], wanted[::-1], strict=False)):
                 raise ValueError(f"{name} must broadcast into the output, {list(wanted)}, such as [heads, 1, 1], got {list(gamma.shape)}")
+
+
+def _check_places(positions: Tensor, K: int) -> None:
+    """Where reading them takes no waiting for a GPU and no compiler looks on."""
+    if positions.is_cpu and positions.numel() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+        low, high = (int(place) for place in positions.aminmax())
+        if low < 0 or high >= K:
+            raise ValueError(f"positions must be places among the {K} keys, 0 to {K - 1}, got {low if low < 0 else high}")

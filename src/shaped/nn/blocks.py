@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from shaped.checks import in_range, whole_number
+from shaped.checks import HUGE, in_range, whole_number
 from shaped.nn.modules import Attend, AttentionShaping, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain
-from shaped.nn.schedules import Fixed, Schedule, Shapeable
+from shaped.nn.schedules import Schedule, Shapeable, chosen
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -95,7 +95,7 @@ class ShapedEncoder(nn.Module):
     ):
         super().__init__()
         whole_number("depth", depth)
-        self.schedule = schedule or Fixed()
+        self.schedule = chosen(schedule)
 
         def block() -> ShapedTransformerBlock:
             attention = ShapedSelfAttention(width, heads, tau0=tau0, causal=self.causal, fold=fold, dropout=dropout, schedule=self.schedule)
@@ -124,6 +124,7 @@ def gains(model: nn.Module) -> list[nn.Parameter]:
 
 def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
     """Two groups for an optimiser: matrices under weight decay; gains, norms and biases, which must not shrink, without it."""
+    in_range("weight_decay", weight_decay, 0.0, HUGE)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, others = ([p for p in trained if (p.ndim >= 2) is wanted] for wanted in (True, False))
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -12,8 +12,13 @@ def attention_entropy(
     r"""Entropy of each query's softmax, in nats, [..., heads, Q]: $H = \log\sum_j e^{s_j} - \sum_j p_j s_j$; 0 where there is none.
 
     Uniform attention to m tokens has entropy log m. The logits are made for `block` queries at a time; arguments as in `shaped_attention`,
-    with the queries the last of the tokens.
+    with the queries the last of the tokens. Logits are in single precision at least, also under autocast.
     """
+    with torch.autocast(q.device.type, enabled=False):
+        return _entropy(q, k, scale, is_causal, attn_mask, block)
+
+
+def _entropy(q: Tensor, k: Tensor, scale: float | None, is_causal: bool, attn_mask: Tensor | None, block: int) -> Tensor:
     q, k = (x.double() if x.dtype == torch.float64 else x.float() for x in (q, k))
     k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
     Q, K = q.shape[-2], k.shape[-2]

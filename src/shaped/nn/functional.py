@@ -35,9 +35,12 @@ def attention_matrix(
 
 
 def shaped_relu(x: Tensor, negative_slope: float | Tensor, positive_slope: float | Tensor = 1.0) -> Tensor:
-    r"""$\sigma_s(x) = s_+ \max(x, 0) + s_- \min(x, 0)$ (Eq. resnet)."""
+    r"""$\sigma_s(x) = s_+ \max(x, 0) + s_- \min(x, 0)$ (Eq. resnet), in the precision of x."""
     if isinstance(negative_slope, Tensor) or isinstance(positive_slope, Tensor):
-        return torch.where(x > 0, positive_slope * x, negative_slope * x)
+        # The bend, not the slope, is rounded to the precision of x: it is c/sqrt(n), and a bfloat16 near 1 is off by per cents of that.
+        straight = x if isinstance(positive_slope, float) and positive_slope == 1.0 else (positive_slope * x).to(x.dtype)
+        bend = torch.as_tensor(negative_slope - positive_slope).to(x.dtype)
+        return torch.addcmul(straight, bend, x.clamp(max=0.0))
     if positive_slope == 1.0:
         return torch.nn.functional.leaky_relu(x, negative_slope)
     if positive_slope == 0.0:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shaped.checks import finite, in_range, positive, whole_number
 from shaped.nn import short
 from shaped.nn.functional import he_constant, shaped_attention, shaped_relu
-from shaped.nn.schedules import Fixed, Schedule, Shapeable
+from shaped.nn.schedules import Schedule, Shapeable, chosen
 
 Tokens = Float[Tensor, "*batch m width"]
 Attend = Callable[["ShapedSelfAttention", Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -101,7 +101,7 @@ class ShapedSelfAttention(nn.Module):
         std = (width * extra) ** -0.5 if fold else width**-0.5
         self.query, self.key = (Matrix(width, heads * key_width, std) for _ in range(2))
         self.value, self.output = (Matrix(width, width, width**-0.5) for _ in range(2))
-        self.shaping = AttentionShaping(trained=(schedule or Fixed()).learns) if shaped else None
+        self.shaping = AttentionShaping(trained=chosen(schedule).learns) if shaped else None
         self.register_module("together", None)
         self.splits = (heads * key_width, heads * key_width, width)
 
@@ -169,13 +169,13 @@ class ShapedFeedForwardBlock(Shapeable):
         self.pre = Matrix(width, hidden, width**-0.5)
         self.post = Matrix(hidden, width, math.sqrt(he_constant(self.start) / hidden))
         if shaped:
-            add_gain(self, "slope", self.start, (schedule or Fixed()).learns)
+            add_gain(self, "slope", self.start, chosen(schedule).learns)
         else:
             self.slope = None
 
     def forward(self, x: Tokens) -> Tokens:
         hidden = self.pre(x)
-        return self.post(torch.relu(hidden) if self.slope is None else shaped_relu(hidden, self.slope.to(hidden.dtype)))
+        return self.post(torch.relu(hidden) if self.slope is None else shaped_relu(hidden, self.slope))
 
     def scalars(self) -> tuple[Tensor, ...]:
         return () if self.slope is None else (self.slope,)

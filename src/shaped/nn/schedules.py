@@ -38,12 +38,20 @@ class Schedule(ABC):
 
     def apply(self, model: nn.Module, step: int) -> None:
         """Sets the shaping of every module of the model for this step, before its forward pass. What is trained is left alone."""
-        if not self.learns:
-            for module in model.modules():
-                if isinstance(module, Shapeable):
-                    if any(gain.requires_grad for gain in module.scalars()):
-                        raise ValueError(f"schedule must be the one that the model was made with, which trains its shaping, got {self!r}")
-                    module.set_shaping(self.share(step))
+        if self.learns:
+            return
+        shapeable = [module for module in model.modules() if isinstance(module, Shapeable)]
+        if any(gain.requires_grad for module in shapeable for gain in module.scalars()):
+            raise ValueError(f"schedule must be the one that the model was made with, which trains its shaping, got {self!r}")
+        for module in shapeable:
+            module.set_shaping(self.share(step))
+
+
+def chosen(schedule: Schedule | None) -> Schedule:
+    """The schedule given, or the usual one."""
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule must be Fixed(), Learn() or Recover(steps), got {schedule!r}")
+    return schedule or Fixed()
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class MaskedLoss(Loss):
     def head(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
         x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
         x = x if self.final is None else self.final(x)
-        return cross_entropy(self.model.head(x).float().flatten(0, 1), labels.flatten())
+        return cross_entropy(self.model.logits(x).float().flatten(0, 1), labels.flatten())
 
 
 class ClassifierLoss(Loss):

@@ -41,7 +41,7 @@ class Settings:
     embedding_norm: bool = option(False, "LayerNorm on the embedding.")
     embedding_std: float | None = option(None, "Start of the embedding tables; by default tokens + positions have variance 1.", low=0.0)
     head_std: float | None = option(None, "Start of the output matrix; width^-1/2 by default.", low=0.0)
-    tied: bool = option(False, "The output matrix is the tokens' embedding.")
+    tied: bool = option(False, "The output matrix is the tokens' embedding, times a constant by which it starts at head_std.")
 
     steps: int = option(100_000, "Steps.", least=1)
     batch: int = option(32, "Rows of a step, over all processes.", least=1)
@@ -52,7 +52,7 @@ class Settings:
     gain_lr: float = option(1.0, "Learning rate of the residual branches' lambda and gamma, times lr.", low=0.0)
     shaping_lr: float = option(1.0, "Learn: learning rate of gamma1, gamma2 and the negative slopes, times lr.", low=0.0)
     embedding_lr: float = option(1.0, "Learning rate of the embedding tables, times lr.", low=0.0)
-    head_lr: float = option(1.0, "Learning rate of the output matrix, times lr.", low=0.0)
+    head_lr: float = option(1.0, "Learning rate of the output matrix, times lr; a tied one has the embedding's.", low=0.0)
     clip: float = option(0.0, "Largest norm of the gradient; 0 for no clipping.", low=0.0)
     seed: int = option(0, "Seed of the weights, the order of the rows and the masks.", least=0)
 
@@ -89,6 +89,11 @@ class Settings:
         for name in ("gamma", "gamma_feedforward", "mask_share"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 0.0, 1.0)
+        if self.tied and self.head_lr != 1.0:
+            raise ValueError(f"head_lr must be 1 for a tied output matrix, which embedding_lr is for, got {self.head_lr}")
+        for name in ("embedding_std", "head_std"):
+            if self.tied and getattr(self, name) == 0.0:
+                raise ValueError(f"{name} must be positive for a tied output matrix, got {getattr(self, name)}")
         if self.warmup >= self.steps and self.decay == "linear":
             raise ValueError(f"warmup must be less than steps, {self.steps}, for a linear decay, got {self.warmup}")
 
