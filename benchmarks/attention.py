@@ -1,9 +1,9 @@
 """Shaped attention against plain scaled_dot_product_attention and against the materialised matrix: time and peak memory.
 
-    python benchmarks/attention.py [--out FILE]
+    python benchmarks/attention.py [--masks] [--out FILE]
 
 On a GPU in bf16, 16 heads of 64 features, 32,768 tokens in sequences of length m; on a CPU in float32, 4 heads and 8,192 tokens. All forms
-are timed in turns in one run; medians.
+are timed in turns in one run; medians. `--masks`: under masks of several kinds at 1,024 tokens, against plain attention under the same.
 """
 
 from __future__ import annotations
@@ -26,18 +26,32 @@ from torch.nn.functional import scaled_dot_product_attention
 from shaped.nn.functional import attention_matrix, shaped_attention
 
 LENGTHS = (128, 512, 2048, 8192)
-Form = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+MASKS = ("padding", "causal, padding", "boolean", "bias")
+Form = Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return scaled_dot_product_attention(q, k, v, is_causal=causal)
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    if mask is None or not causal:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    m = q.shape[-2]
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask & torch.ones(m, m, dtype=torch.bool, device=q.device).tril())
 
 
-def shaped(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return shaped_attention(q, k, v, is_causal=causal)
+def shaped(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    return shaped_attention(q, k, v, is_causal=causal, attn_mask=mask)
 
 
-def materialised(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def masked(kind: str, q: Tensor) -> Tensor | None:
+    """Padding of up to half a sequence; any key for a query, but for a quarter of them; a bias on the logits."""
+    batch, _, m, _ = q.shape
+    if "padding" in kind:
+        return (torch.arange(m, device=q.device) < torch.randint(m // 2, m, (batch, 1), device=q.device))[:, None, None, :]
+    if kind == "boolean":
+        return torch.rand(batch, 1, m, m, device=q.device) < 0.75
+    return torch.randn(1, 1, m, m, device=q.device, dtype=q.dtype) if kind == "bias" else None
+
+
+def materialised(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
     m = q.shape[-2]
     bias = torch.zeros(m, m, dtype=q.dtype, device=q.device)
     if causal:
@@ -45,18 +59,18 @@ def materialised(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return attention_matrix(q @ k.mT * q.shape[-1] ** -0.5, bias) @ v
 
 
-def forms(gpu: bool) -> dict[str, Form]:
-    made: dict[str, Form] = {"plain": plain, "shaped": shaped, "materialised": materialised}
+def forms(gpu: bool, masks: bool) -> dict[str, Form]:
+    made: dict[str, Form] = {"plain": plain, "shaped": shaped} | ({} if masks else {"materialised": materialised})
     if gpu:
         made["shaped, compiled"] = torch.compile(shaped, dynamic=False)
     return made
 
 
-def measured(form: Form, inputs: list[Tensor], causal: bool, backward: bool) -> Callable[[], None]:
+def measured(form: Form, inputs: list[Tensor], causal: bool, mask: Tensor | None, backward: bool) -> Callable[[], None]:
     weight = torch.randn_like(inputs[0])
 
     def work() -> None:
-        output = form(inputs[0], inputs[1], inputs[2], causal)
+        output = form(inputs[0], inputs[1], inputs[2], causal, mask)
         if backward:
             torch.autograd.grad(output, inputs, weight)
 
@@ -90,17 +104,19 @@ def peak_memory(work: Callable[[], None]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/attention.json"))
-    out = parser.parse_args().out
+    parser.add_argument("--masks", action="store_true", help="masks of several kinds in place of several lengths")
+    arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
     device, dtype, heads, tokens = ("cuda", torch.bfloat16, 16, 2**15) if gpu else ("cpu", torch.float32, 4, 2**13)
     torch._dynamo.config.recompile_limit = 64  # one for each length, mask and pass
     rows = []
-    for m in [m for m in LENGTHS if m <= tokens]:
-        for causal in (False, True):
+    for m in (1024,) if arguments.masks else [m for m in LENGTHS if m <= tokens]:
+        for kind in MASKS if arguments.masks else ("full", "causal"):
             for backward in (False, True):
                 shape = (tokens // m, heads, m, 64)
                 inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=backward) for _ in range(3)]
-                works = {name: measured(form, inputs, causal, backward) for name, form in forms(gpu).items()}
+                causal, mask = "causal" in kind, masked(kind, inputs[0])
+                works = {name: measured(form, inputs, causal, mask, backward) for name, form in forms(gpu, arguments.masks).items()}
                 if m > 2048 and not gpu:
                     del works["materialised"]
                 for work in works.values():
@@ -110,7 +126,7 @@ def main() -> None:
                 for _ in range(15 if gpu else 5):
                     for name, work in works.items():
                         times[name].append(seconds(work, gpu))
-                row: dict[str, Any] = {"tokens": m, "mask": "causal" if causal else "full", "pass": "both" if backward else "forward"}
+                row: dict[str, Any] = {"tokens": m, "mask": kind, "pass": "both" if backward else "forward"}
                 row["ms"] = {name: 1e3 * statistics.median(values) for name, values in times.items()}
                 if gpu:
                     row["MiB"] = {name: peak_memory(work) for name, work in works.items()}
@@ -123,10 +139,10 @@ def main() -> None:
         cells = [f"{ms[name]:.3f}" if name in ms else "–" for name in rows[0]["ms"]]
         ratio = f"{ms['shaped'] / ms['plain']:.2f}"
         compiled = f"{ms['shaped, compiled'] / ms['plain']:.2f}" if "shaped, compiled" in ms else "–"
-        used = ", ".join(f"{memory[name]:.0f}" for name in ("plain", "shaped", "materialised")) if memory else "–"
+        used = ", ".join(f"{memory[name]:.0f}" for name in memory if name != "shaped, compiled") if memory else "–"
         table.add_row(str(row["tokens"]), row["mask"], row["pass"], *cells, ratio, compiled, used)
     Console(width=170).print(table)
-    report(out, {"rows": rows})
+    report(arguments.out, {"rows": rows})
 
 
 if __name__ == "__main__":

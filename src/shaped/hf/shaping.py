@@ -157,8 +157,9 @@ def in_every_part(set_attn_implementation: Callable[..., None]) -> Callable[...,
             for part in (part for part in self.modules() if isinstance(part, PreTrainedModel) and part.config is config):
                 refuse_if_ignored(part)
         mark_roles(self)
+        concerned = NAME in (*by_part.values(), *(config._attn_implementation for config in configs(self)))  # other choices are not ours
         set_attn_implementation(self, attn_implementation, *args, **kwargs)
-        for config in configs(self):
+        for config in configs(self) if concerned else ():
             if attn_implementation == NAME or type(config) is type(self.config):
                 config._attn_implementation_internal = self.config._attn_implementation
 
