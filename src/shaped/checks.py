@@ -5,6 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 HUGE = 1e100  # beyond it squares leave the float range
 
 
@@ -56,3 +60,26 @@ def _float(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
+
+
+def as_tensor(name: str, value: Any) -> Tensor:
+    """A tensor as it is; an array or lists of numbers as a tensor."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        array = np.array(value)  # a copy: views that run backwards or cannot be written to are nothing for torch
+        return torch.from_numpy(array.astype(np.float64) if array.dtype == np.longdouble else array)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be numbers in the shape of a matrix, got {' '.join(repr(value).split())[:60]}") from None
+
+
+def usable(device: Any) -> torch.device:
+    """The device, if torch can compute and draw random numbers on it. What it raises depends on what is wrong: a name that it does not
+    know, a kind that it was not built for, none of that kind here, no generator for it."""
+    try:
+        where = torch.device(device)
+        torch.zeros(1, device=where).item()
+        torch.Generator(where)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError):
+        raise ValueError(f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {str(device)!r}") from None
+    return where

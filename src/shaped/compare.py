@@ -101,11 +101,11 @@ def compare(
     m = one.V.shape[-1]
     if other.V.shape[-1] != m:
         raise ValueError(f"other must have {m} tokens as the first trajectory has, got {other.V.shape[-1]}")
-    if pair is not None and not (isinstance(pair, Sequence) and len(pair) == 2 and all(is_token(token, m) for token in pair)) and m > 1:
+    if pair is not None and not (isinstance(pair, Sequence) and len(pair) == 2 and all(is_place(token, m) for token in pair)) and m > 1:
         raise ValueError(f"pair must name two of the {m} tokens, got {pair!r}")
     resamples, seed = whole_number("resamples", resamples, least=20), whole_number("seed", seed, least=0)
     for path in (one, other):
-        if not is_token(at, len(path.t)):
+        if not is_place(at, len(path.t)):
             raise ValueError(f"at must be one of the {len(path.t)} recorded times, got {at!r}")
     times = [path.t[at].item() for path in (one, other)]
     if abs(times[0] - times[1]) > 0.05 * max(times):
@@ -138,7 +138,7 @@ def compare(
     return Comparison(ks, wasserstein, (stopped[0], stopped[1]), (one.V.shape[1], other.V.shape[1]))
 
 
-def is_token(value: object, m: int) -> bool:
+def is_place(value: object, m: int) -> bool:
     """One of m, counted from either end."""
     try:
         return -m <= operator.index(value) < m  # pyright: ignore[reportArgumentType]

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from shaped.checks import finite, positive, whole_number
+from shaped.checks import finite, positive, usable, whole_number
 
 Matrix = Float[Tensor, "*batch m m"]
-
-
-def as_tensor(name: str, value: Any) -> Tensor:
-    """A tensor as it is; an array or lists of numbers as a tensor."""
-    if isinstance(value, Tensor):
-        return value
-    try:
-        array = np.array(value)  # a copy: views that run backwards or cannot be written to are nothing for torch
-        return torch.from_numpy(array.astype(np.float64) if array.dtype == np.longdouble else array)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} must be numbers in the shape of a matrix, got {' '.join(repr(value).split())[:60]}") from None
 
 
 def gram(X: Float[Tensor, "*batch m n"]) -> Matrix:
@@ -65,16 +52,6 @@ def equicorrelated(
     except (RuntimeError, TypeError):
         raise ValueError(f"m must be small enough for an m x m matrix to fit into memory, got {m}") from None
     return V.fill_diagonal_(variance)
-
-
-def usable(device: Any) -> torch.device:
-    try:
-        where = torch.device(device)
-        torch.zeros(1, device=where).item()
-        torch.Generator(where)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError):
-        raise ValueError(f"device must be one that torch can use here, such as 'cpu' or 'cuda', got {str(device)!r}") from None
-    return where
 
 
 # Up to this many tokens, sums of outer products over the whole batch beat batched BLAS and LAPACK on the CPU: twofold at 4 tokens

@@ -24,8 +24,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from shaped.checks import in_range, whole_number
-from shaped.covariance import FEW, Point, as_tensor, batch_innermost, check_covariance, eigen_factor, symmetrised, usable
+from shaped.checks import as_tensor, in_range, usable, whole_number
+from shaped.covariance import FEW, Point, batch_innermost, check_covariance, eigen_factor, symmetrised
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
 

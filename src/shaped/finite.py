@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from shaped import engine
-from shaped.checks import whole_number
-from shaped.covariance import Point, as_tensor, factor, gram
+from shaped.checks import as_tensor, whole_number
+from shaped.covariance import Point, factor, gram
 from shaped.layers.base import Layer, Sizes, check_layer
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 import shaped
-from shaped.covariance import usable
+from shaped.checks import usable
 from shaped.figures import store
 from shaped.figures.lab import Lab, NoData, Result
 from shaped.files import write_atomically

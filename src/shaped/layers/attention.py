@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import positive, whole_number
-from shaped.covariance import Matrix, Point, as_tensor, factor, laid_out_like, product, weighted_mean
+from shaped.checks import as_tensor, positive, whole_number
+from shaped.covariance import Matrix, Point, factor, laid_out_like, product, weighted_mean
 from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual
 from shaped.layers.terms import Term, WeightNoise
 from shaped.nn.functional import attention_matrix, logit_bias

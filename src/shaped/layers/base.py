@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import in_range, whole_number
-from shaped.covariance import Matrix, Point, as_tensor, check_covariance, check_square, factor, gram, product
+from shaped.checks import as_tensor, in_range, whole_number
+from shaped.covariance import Matrix, Point, check_covariance, check_square, factor, gram, product
 from shaped.layers.terms import Dense, Term, collected
 from shaped.randomness import GeneratorNormals, Stream
 
