@@ -173,7 +173,7 @@ def _attending(mask: Tensor) -> tuple[Tensor, Tensor]:
 def _autocast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The arguments as autocast would hand them to the fused kernel."""
     kind = q.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):  # not on the meta device
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
         return q, k, v, mask
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
