@@ -1,44 +1,70 @@
 """Shaped attention of a short sequence, one program for each head: nothing of size m x m leaves the chip. `short.py` says when.
 
 Queries, keys and values stand beside each other, as one product makes them: [batch, m, 3 (q, k, v), heads, D]. Their gradients are written
-the same way. Tiles have M >= m rows and E >= D columns, powers of 2; what is beyond m and D reads as 0.
+the same way. Features are read and written a few at a time, some of them twice: two programs then have room on one multiprocessor, and
+one computes while the other waits for its memory. Tiles have M >= m rows, a power of 2; what is beyond m and D reads as 0.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
 
 from __future__ import annotations
 
-from typing import no_type_check  # Triton reads the source of what it compiles: nothing may wrap it, such as the tests' type checks
+from typing import Any, no_type_check  # Triton reads the source of what it compiles: nothing may wrap it, such as the tests' type checks
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shaped.nn.short import tile
+from shaped.nn.short import chunk, tile
 
 LOG2E = tl.constexpr(1.4426950408889634)  # powers of 2 are what the hardware has
+STAGES = 2  # chunks that are on their way while one is computed with
 
 
 @triton.jit
 @no_type_check
-def forward_kernel(qkv_ptr, out_ptr, lse_ptr, gamma1_ptr, gamma2_ptr, scale, heads, m, D: tl.constexpr, M: tl.constexpr, E: tl.constexpr):
+def read(ptr, i, e, apart, m, D: tl.constexpr, C: tl.constexpr):
+    """Features e of a head's tokens i, whose rows are `apart`."""
+    inside = (i < m)[:, None] if D % C == 0 else (i < m)[:, None] & (e < D)[None, :]
+    return tl.load(ptr + (i[:, None] * apart + e[None, :]), mask=inside, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def write(ptr, x, i, e, apart, m, D: tl.constexpr, C: tl.constexpr):
+    inside = (i < m)[:, None] if D % C == 0 else (i < m)[:, None] & (e < D)[None, :]
+    tl.store(ptr + (i[:, None] * apart + e[None, :]), x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def forward_kernel(
+    qkv_ptr, out_ptr, lse_ptr, gamma1_ptr, gamma2_ptr, scale, heads, m, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
     """Also the logarithms (to base 2) of the normalisers."""
     b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
-    i, e, n = tl.arange(0, M), tl.arange(0, E), heads * D
-    inside = (i < m)[:, None] & (e < D)[None, :]
-    at = qkv_ptr + b * m * 3 * n + i[:, None] * 3 * n + h * D + e[None, :]
-    q, k, v = tl.load(at, mask=inside, other=0.0), tl.load(at + n, mask=inside, other=0.0), tl.load(at + 2 * n, mask=inside, other=0.0)
-    logits = tl.where((i < m)[None, :], tl.dot(q, tl.trans(k)) * (scale * LOG2E), float("-inf"))
+    i, e, n = tl.arange(0, M), tl.arange(0, C), heads * D
+    q, out = qkv_ptr + b * m * 3 * n + h * D, out_ptr + b * m * n + h * D
+    k, v = q + n, q + 2 * n
+    logits = tl.zeros([M, M], tl.float32)
+    for c in tl.range(0, D, C, num_stages=S):
+        logits = tl.dot(read(q, i, c + e, 3 * n, m, D, C), tl.trans(read(k, i, c + e, 3 * n, m, D, C)), logits)
+    logits = tl.where((i < m)[None, :], logits * (scale * LOG2E), float("-inf"))
     largest = tl.max(logits, 1)
     p = tl.exp2(logits - largest[:, None])
     total = tl.sum(p, 1)
-    out = tl.dot(p.to(v.dtype), v) / total[:, None]
-    if gamma1_ptr is not None:
-        mean = tl.sum(v.to(tl.float32), 0) / m
-        out += tl.load(gamma1_ptr).to(tl.float32) * v.to(tl.float32) - tl.load(gamma2_ptr).to(tl.float32) * mean[None, :]
-    tl.store(out_ptr + b * m * n + i[:, None] * n + h * D + e[None, :], out.to(v.dtype), mask=inside)
     tl.store(lse_ptr + tl.program_id(0).to(tl.int64) * m + i, largest + tl.log2(total), mask=i < m)
+    p *= (1.0 / total)[:, None]
+    if gamma1_ptr is not None:  # centring is a matter of the matrix; the identity is not, where it would lose digits
+        p -= tl.load(gamma2_ptr).to(tl.float32) / m
+    p = p.to(qkv_ptr.dtype.element_ty)
+    for c in tl.range(0, D, C, num_stages=S):
+        value = read(v, i, c + e, 3 * n, m, D, C)
+        mixed = tl.dot(p, value)
+        if gamma1_ptr is not None:
+            mixed += tl.load(gamma1_ptr).to(tl.float32) * value.to(tl.float32)
+        write(out, mixed, i, c + e, n, m, D, C)
 
 
 @triton.jit
@@ -56,58 +82,69 @@ def backward_kernel(
     m,
     D: tl.constexpr,
     M: tl.constexpr,
-    E: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
     GAINS: tl.constexpr,
 ):
-    """Matrices are held transposed, keys by queries, so that only one of them has to be turned. GAINS: also the gradients of the gains."""
+    """GAINS: also the gradients of the gains."""
     b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
-    i, e, n = tl.arange(0, M), tl.arange(0, E), heads * D
-    inside = (i < m)[:, None] & (e < D)[None, :]
-    place = b * m * 3 * n + i[:, None] * 3 * n + h * D + e[None, :]
-    at = qkv_ptr + place
-    q, k = tl.load(at, mask=inside, other=0.0), tl.load(at + n, mask=inside, other=0.0)
-    do = tl.load(do_ptr + b * m * n + i[:, None] * n + h * D + e[None, :], mask=inside, other=0.0)
+    i, e, n = tl.arange(0, M), tl.arange(0, C), heads * D
+    half = qkv_ptr.dtype.element_ty
+    start = b * m * 3 * n + h * D
+    q, dq, do = qkv_ptr + start, dqkv_ptr + start, do_ptr + b * m * n + h * D
+    k, v, dk, dv = q + n, q + 2 * n, dq + n, dq + 2 * n
+    logits = tl.zeros([M, M], tl.float32)
+    for c in tl.range(0, D, C, num_stages=S):
+        logits = tl.dot(read(q, i, c + e, 3 * n, m, D, C), tl.trans(read(k, i, c + e, 3 * n, m, D, C)), logits)
     lse = tl.load(lse_ptr + tl.program_id(0).to(tl.int64) * m + i, mask=i < m, other=float("inf"))
-    p = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2E) - lse[None, :])
-    p = tl.where((i < m)[:, None], p, 0.0)
-    dv = tl.dot(p.to(do.dtype), do)
-    v = tl.load(at + 2 * n, mask=inside, other=0.0)
+    p = tl.where((i < m)[None, :], tl.exp2(logits * (scale * LOG2E) - lse[:, None]), 0.0)
+    centred = p
     if gamma1_ptr is not None:
-        total = tl.sum(do.to(tl.float32), 0)
-        dv += tl.load(gamma1_ptr).to(tl.float32) * do.to(tl.float32) - tl.load(gamma2_ptr).to(tl.float32) * (total / m)[None, :]
-        if GAINS:
-            mean = tl.sum(v.to(tl.float32), 0) / m
-            tl.store(dgamma_ptr + 2 * tl.program_id(0), tl.sum(tl.sum(do.to(tl.float32) * v.to(tl.float32), 1), 0))
-            tl.store(dgamma_ptr + 2 * tl.program_id(0) + 1, -tl.sum(total * mean, 0))
-    tl.store(dqkv_ptr + place + 2 * n, dv.to(do.dtype), mask=inside)
-    dp = tl.dot(v, tl.trans(do))
-    ds = (p * (dp - tl.sum(p * dp, 0)[None, :]) * scale).to(do.dtype)
-    tl.store(dqkv_ptr + place + n, tl.dot(ds, q).to(do.dtype), mask=inside)
-    tl.store(dqkv_ptr + place, tl.dot(tl.trans(ds), k).to(do.dtype), mask=inside)
+        centred = p - tl.load(gamma2_ptr).to(tl.float32) / m
+    centred, p = tl.trans(centred.to(half)), p.to(half)
+    for c in tl.range(0, D, C, num_stages=S):
+        mixed = read(do, i, c + e, n, m, D, C)
+        value = tl.dot(centred, mixed)
+        if gamma1_ptr is not None:
+            value += tl.load(gamma1_ptr).to(tl.float32) * mixed.to(tl.float32)
+        write(dv, value, i, c + e, 3 * n, m, D, C)
+    dp = tl.zeros([M, M], tl.float32)
+    for c in tl.range(0, D, C, num_stages=S):
+        dp = tl.dot(read(do, i, c + e, n, m, D, C), tl.trans(read(v, i, c + e, 3 * n, m, D, C)), dp)
+    if GAINS:  # of gamma1 times the identity and -gamma2 times 1/m, row by row
+        at = dgamma_ptr + 2 * tl.program_id(0).to(tl.int64) * m + i
+        tl.store(at, tl.sum(tl.where(i[:, None] == i[None, :], dp, 0.0), 1), mask=i < m)
+        tl.store(at + m, -tl.sum(dp, 1) / m, mask=i < m)
+    ds = (p.to(tl.float32) * (dp - tl.sum(p.to(tl.float32) * dp, 1)[:, None]) * scale).to(half)
+    for c in tl.range(0, D, C, num_stages=S):
+        write(dq, tl.dot(ds, read(k, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
+    ds = tl.trans(ds)
+    for c in tl.range(0, D, C, num_stages=S):
+        write(dk, tl.dot(ds, read(q, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
 
 
 def forward(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float) -> tuple[Tensor, Tensor]:
-    batch, m, D, sizes = _sizes(qkv, heads)
+    batch, m, D, sizes, how = _sizes(qkv, heads)
     out, lse = qkv.new_empty(batch, m, heads * D), qkv.new_empty(batch, heads, m, dtype=torch.float32)
     with torch.cuda.device_of(qkv):
-        forward_kernel[(batch * heads,)](qkv, out, lse, gamma1, gamma2, scale, heads, m, D, *sizes, num_warps=8)
+        forward_kernel[(batch * heads,)](qkv, out, lse, gamma1, gamma2, scale, heads, m, D, *sizes, **how)
     return out, lse
 
 
 def backward(
     do: Tensor, qkv: Tensor, lse: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gains: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of qkv and, if wanted, of each sequence's and head's gains, [batch·heads, 2]."""
-    batch, m, D, sizes = _sizes(qkv, heads)
-    dqkv, dgamma = torch.empty_like(qkv), qkv.new_empty((batch * heads, 2) if gains else 0, dtype=torch.float32)
+    """The gradients of qkv and, if wanted, of the gains, as terms of a sum, [batch·heads, 2, m]."""
+    batch, m, D, sizes, how = _sizes(qkv, heads)
+    dqkv, dgamma = torch.empty_like(qkv), qkv.new_empty((batch * heads, 2, m) if gains else 0, dtype=torch.float32)
     with torch.cuda.device_of(qkv):
-        backward_kernel[(batch * heads,)](
-            do, qkv, lse, gamma1, gamma2, dqkv, dgamma, scale, heads, m, D, *sizes, gains, num_warps=8
-        )  # fmt: skip
+        backward_kernel[(batch * heads,)](do, qkv, lse, gamma1, gamma2, dqkv, dgamma, scale, heads, m, D, *sizes, gains, **how)
     return dqkv, dgamma
 
 
-def _sizes(qkv: Tensor, heads: int) -> tuple[int, int, int, tuple[int, int]]:
+def _sizes(qkv: Tensor, heads: int) -> tuple[int, int, int, tuple[int, int, int], dict[str, Any]]:
     batch, m, width = qkv.shape
     D = width // (3 * heads)
-    return batch, m, D, (tile(m), tile(D))
+    # With 128 registers a thread, of which 8 warps hold a matrix of 128 x 128 in 64, two programs fit; what does not is a few dozen.
+    how = {"num_warps": 8, "maxnreg": 128} if tile(m) == 128 else {"num_warps": 4}
+    return batch, m, D, (tile(m), chunk(D), STAGES), how
