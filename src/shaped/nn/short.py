@@ -23,12 +23,7 @@ def fits(qkv: Tensor, heads: int) -> bool:
     if fused.exporting() or torch._C._are_functorch_transforms_active():
         return False
     m, D = qkv.shape[1], qkv.shape[2] // (3 * heads)
-    return 0 < m <= LONGEST and D <= LONGEST and qkv.shape[0] > 0 and _wanted(qkv.device.index, shared_memory(m, D))
-
-
-def shared_memory(m: int, D: int) -> int:
-    """Bytes that the backward kernel takes of what the threads of a block share, at most."""
-    return 0
+    return 0 < m <= LONGEST and D <= LONGEST and qkv.shape[0] > 0 and _wanted(qkv.device.index)
 
 
 def tile(size: int) -> int:
@@ -95,9 +90,8 @@ forward_op.register_autograd(_gradients, setup_context=_keep)
 
 
 @fused.constant
-def _wanted(device: int | None, shared: int) -> bool:
-    """Not on a GPU with less shared memory, nor where the user has asked for one of PyTorch's own kernels
-    (`torch.nn.attention.sdpa_kernel`)."""
-    stock, about = torch.backends.cuda, torch.cuda.get_device_properties(device)
+def _wanted(device: int | None) -> bool:
+    """Not on GPUs before Ampere, nor where the user has asked for one of PyTorch's own kernels (`torch.nn.attention.sdpa_kernel`)."""
+    stock = torch.backends.cuda
     free = stock.flash_sdp_enabled() and stock.cudnn_sdp_enabled() and stock.mem_efficient_sdp_enabled()
-    return free and torch.version.hip is None and about.major >= 8 and about.shared_memory_per_block_optin >= shared
+    return free and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8

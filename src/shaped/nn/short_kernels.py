@@ -124,10 +124,10 @@ def backward_kernel(
 
 
 def forward(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float) -> tuple[Tensor, Tensor]:
-    batch, m, D, sizes, how = _sizes(qkv, heads)
+    batch, m, D, sizes = _sizes(qkv, heads)
     out, lse = qkv.new_empty(batch, m, heads * D), qkv.new_empty(batch, heads, m, dtype=torch.float32)
     with torch.cuda.device_of(qkv):
-        forward_kernel[(batch * heads,)](qkv, out, lse, gamma1, gamma2, scale, heads, m, D, *sizes, **how)
+        forward_kernel[(batch * heads,)](qkv, out, lse, gamma1, gamma2, scale, heads, m, D, *sizes, **how(m))
     return out, lse
 
 
@@ -135,16 +135,19 @@ def backward(
     do: Tensor, qkv: Tensor, lse: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gains: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of qkv and, if wanted, of the gains, as terms of a sum, [batch·heads, 2, m]."""
-    batch, m, D, sizes, how = _sizes(qkv, heads)
+    batch, m, D, sizes = _sizes(qkv, heads)
     dqkv, dgamma = torch.empty_like(qkv), qkv.new_empty((batch * heads, 2, m) if gains else 0, dtype=torch.float32)
     with torch.cuda.device_of(qkv):
-        backward_kernel[(batch * heads,)](do, qkv, lse, gamma1, gamma2, dqkv, dgamma, scale, heads, m, D, *sizes, gains, **how)
+        backward_kernel[(batch * heads,)](do, qkv, lse, gamma1, gamma2, dqkv, dgamma, scale, heads, m, D, *sizes, gains, **how(m))
     return dqkv, dgamma
 
 
-def _sizes(qkv: Tensor, heads: int) -> tuple[int, int, int, tuple[int, int, int], dict[str, Any]]:
+def how(m: int) -> dict[str, Any]:
+    """With 128 registers a thread two programs fit on a multiprocessor; 64 of them hold a matrix of 128 x 128."""
+    return {"num_warps": 8, "maxnreg": 128} if tile(m) == 128 else {"num_warps": 4}
+
+
+def _sizes(qkv: Tensor, heads: int) -> tuple[int, int, int, tuple[int, int, int]]:
     batch, m, width = qkv.shape
     D = width // (3 * heads)
-    # With 128 registers a thread, of which 8 warps hold a matrix of 128 x 128 in 64, two programs fit; what does not is a few dozen.
-    how = {"num_warps": 8, "maxnreg": 128} if tile(m) == 128 else {"num_warps": 4}
-    return batch, m, D, (tile(m), chunk(D), STAGES), how
+    return batch, m, D, (tile(m), chunk(D), STAGES)
