@@ -98,8 +98,8 @@ def test_a_layer_with_one_product_takes_it(shaped, monkeypatch):
 
 
 def test_cpus_and_single_precision_are_left_to_others():
-    assert not short.fits(torch.zeros(2, 5, 24), 2)
-    assert not short.fits(torch.zeros(2, 5, 24, dtype=torch.bfloat16), 2)
+    assert not short.fits(torch.zeros(2, 5, 24), 4)
+    assert not short.fits(torch.zeros(2, 5, 24, dtype=torch.bfloat16), 4)
 
 
 def test_old_gpus_are_left_to_others(monkeypatch):
@@ -124,7 +124,7 @@ def test_old_gpus_are_left_to_others(monkeypatch):
 def test_kernels_are_the_formula(m, D, dtype):
     """A few shapes: Triton compiles each anew, and its interpreter has seen more of them (test_interpreted.py)."""
     qkv = torch.zeros(1, m, 6 * D, dtype=dtype, device="cuda")
-    assert short.fits(qkv, 2)
+    assert short.fits(qkv, D)
     for shaped, learned in ((True, True), (True, False), (False, False)):
         compare(m, 2, D, dtype, "cuda", shaped, learned)
 
@@ -134,9 +134,9 @@ def test_longer_sequences_and_chosen_kernels_are_left_to_others():
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     qkv = torch.zeros(1, 129, 3 * 64, dtype=torch.bfloat16, device="cuda")
-    assert not short.fits(qkv, 1)
+    assert not short.fits(qkv, 64)
     with sdpa_kernel(SDPBackend.MATH):
-        assert not short.fits(qkv[:, :128], 1)
+        assert not short.fits(qkv[:, :128], 64)
 
 
 def test_constants_are_marked_as_pytorch_marks_them():

@@ -192,6 +192,9 @@ def test_what_cannot_be_compiled_is_launched_and_said(monkeypatch: pytest.Monkey
 
 
 class NoStream:
+    def __init__(self, priority: int = 0):
+        pass
+
     def wait_stream(self, other: Any) -> None:
         pass
 

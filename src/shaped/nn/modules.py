@@ -119,7 +119,7 @@ class ShapedSelfAttention(nn.Module):
             features = self.query(x), self.key(x), self.value(x)
         else:
             beside = self.together(x)
-            if attend is None and attn_mask is None and self._is_short(beside):
+            if attend is None and attn_mask is None and self.is_short(beside):
                 gamma1, gamma2 = (None, None) if self.shaping is None else self.shaping()
                 return self.output(short.attention(beside, gamma1, gamma2, self.heads, self.scale))
             features = beside.split(self.splits, -1)
@@ -127,9 +127,10 @@ class ShapedSelfAttention(nn.Module):
         mixed = self.mix(q, k, v, attn_mask) if attend is None else attend(self, q, k, v, attn_mask)
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
-    def _is_short(self, beside: Tensor) -> bool:
+    def is_short(self, x: Tensor) -> bool:
+        """Whether there is a kernel that takes the features of these tokens as one product makes them."""
         simple = not self.is_causal and (self.dropout == 0.0 or not self.training) and len(set(self.splits)) == 1
-        return simple and short.fits(beside, self.heads)
+        return simple and short.fits(x, self.splits[0] // self.heads)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
         gamma1, gamma2 = (0.0, 0.0) if self.shaping is None else self.shaping()

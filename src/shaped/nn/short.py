@@ -16,14 +16,13 @@ from shaped.nn import fused
 LONGEST = 128  # tokens, and features of a head: what the matrices of one head may take on the chip
 
 
-def fits(qkv: Tensor, heads: int) -> bool:
-    """Whether this takes these: [batch, m, 3 · heads · D] in half precision on a GPU."""
-    if not (fused.TRITON and qkv.is_cuda and qkv.dtype in (torch.float16, torch.bfloat16) and qkv.ndim == 3):
+def fits(x: Tensor, D: int) -> bool:
+    """Whether this takes the features, D a head, of these tokens, [batch, m, *], in half precision on a GPU."""
+    if not (fused.TRITON and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.ndim == 3):
         return False
     if fused.exporting() or torch._C._are_functorch_transforms_active():
         return False
-    m, D = qkv.shape[1], qkv.shape[2] // (3 * heads)
-    return 0 < m <= LONGEST and D <= LONGEST and qkv.shape[0] > 0 and _wanted(qkv.device.index)
+    return 0 < x.shape[1] <= LONGEST and D <= LONGEST and x.shape[0] > 0 and _wanted(x.device.index)
 
 
 def tile(size: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from shaped.hf.models import ShapedForMaskedLM, ShapedForSequenceClassification, ShapedModel
+from shaped.train.block import Aside, WrittenBlock
 
 COMPILE = ("off", "blocks", "whole")
 
@@ -27,12 +28,12 @@ class Loss(nn.Module, ABC):
         self.model: Any = model
         self.embedding, self.final = body.embedding, body.norm
         run = (lambda part: torch.compile(part, dynamic=False, fullgraph=True)) if compile == "blocks" else (lambda part: part)
+        blocks: list[Any] = [layer.block for layer in body.layers]
+        if compile == "blocks":
+            aside = Aside()
+            blocks = [WrittenBlock(block, run(block), aside, last=block is blocks[0]) for block in blocks]
         # Not as submodules: these are the model's own, which has them already.
-        self._run: dict[str, Any] = {
-            "embed": run(self.embed),
-            "head": run(self.head),
-            "blocks": [run(layer.block) for layer in body.layers],
-        }
+        self._run: dict[str, Any] = {"embed": run(self.embed), "head": run(self.head), "blocks": blocks}
 
     def encode(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self._run["embed"](ids)

@@ -224,7 +224,8 @@ class Stepper:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph):
+            # Before the stream of the weights' gradients (`shaped.train.block`), which may wait.
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
                 self._one_step()
             self._graph = graph
         except RuntimeError as error:

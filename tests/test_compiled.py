@@ -1,0 +1,31 @@
+"""The GPU kernels compiled for GPUs that need not be here: the interpreter takes what the compiler does not."""
+
+from importlib.util import find_spec
+
+import pytest
+
+LEAST_SHARED = 101_376  # bytes a block may have on the smallest GPUs from compute capability 8 on
+SINGLE = {f"{name}_ptr": "*fp32" for name in ("lse", "gamma1", "gamma2", "dgamma", "lam", "gamma", "slope", "terms")}
+NUMBERS = {"scale": "fp32", "heads": "i32", "m": "i32", "size": "i32"}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which is made for Linux alone")
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_kernels_of_training(capability):
+    from shaped.nn import short_kernels as short
+    from shaped.train import block_kernels as block
+
+    sizes = {"D": 96, "M": 128, "C": 32, "S": short.STAGES, "GAINS": True, "BLOCK": block.BLOCK}
+    for kernel in (short.forward_kernel, short.backward_kernel):
+        assert shared_memory(kernel, sizes, capability, short.how(128)) <= LEAST_SHARED
+    for kernel in (block.add_kernel, block.add_backward_kernel, block.relu_kernel, block.relu_backward_kernel):
+        assert shared_memory(kernel, sizes, capability, {"num_warps": 8}) <= LEAST_SHARED
+
+
+def shared_memory(kernel, sizes, capability, how) -> int:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    kinds = {name: "constexpr" if name in sizes else (SINGLE | NUMBERS).get(name, "*bf16") for name in kernel.arg_names}
+    source = ASTSource(kernel, kinds, {name: sizes[name] for name in kernel.arg_names if name in sizes})
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=how).metadata.shared

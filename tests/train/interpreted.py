@@ -1,0 +1,56 @@
+"""The written block in Triton's interpreter, which wants to be asked for before Triton is imported: so in a process of its own."""
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from shaped.hf import ShapedConfig, ShapedForMaskedLM
+from shaped.nn import short
+from shaped.train.losses import MaskedLoss
+from shaped.train.stepper import How, Stepper
+
+torch.cuda.device_of = lambda where: nullcontext()  # there is none
+short.fits = lambda x, D: True
+
+
+def check(schedule: str, train_gains: bool) -> None:
+    """Tokens, and gradients of tokens, weights and gains, against autograd in double precision."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 30, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    made = ShapedForMaskedLM(ShapedConfig(**sizes, max_position_embeddings=20, gamma=0.4, schedule=schedule, train_gains=train_gains))
+    stepper = Stepper(made, MaskedLoss, How(torch.device("cpu")))
+    stepper.set_share(0.7)
+    twin: Any = stepper.twin
+    blocks = MaskedLoss(twin, "blocks")._run["blocks"]
+    for block in blocks:
+        block.otherwise = None  # nothing here is to be compiled
+    exact: Any = copy.deepcopy(made).double()
+    x, weight = (torch.randn(3, 20, 48, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    x.requires_grad_()
+    y, expected = x, (start := x.detach().double().requires_grad_())
+    for block, layer in zip(blocks, exact.model.layers, strict=True):
+        y, expected = block(y), layer.block(expected)
+    near(y, expected, "tokens")
+    reference = {name: parameter for name, parameter in exact.named_parameters() if ".block." in name}
+    gradients = torch.autograd.grad(expected, [start, *reference.values()], weight.double())
+    own = dict(twin.named_parameters())
+    gains = [name for name, parameter in reference.items() if parameter.numel() == 1]
+    assert len(gains) == 2 * (4 * train_gains + 3 * (schedule == "learn"))
+    found = torch.autograd.grad(y, [x, *(own[name] for name in gains)], weight)
+    written = stepper.gradients() | dict(zip(gains, found[1:], strict=True))
+    near(found[0], gradients[0], "gradient of the tokens")
+    for name, gradient in zip(reference, gradients[1:], strict=True):
+        near(written[name], gradient, name)
+
+
+def near(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    error = float((found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
+    assert error < 2e-5, f"{what}: {error}"
+
+
+check("recover", True)
+check("learn", True)
+check("fixed", False)
+print("all near")
