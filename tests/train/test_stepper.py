@@ -304,3 +304,22 @@ def test_a_cuda_graph_steps_as_launches_do(block: str, schedule: str):
     assert losses["graph"] == pytest.approx(losses["launched"], rel=2**-8)
     assert losses["graph"] == pytest.approx(losses["cpu"], rel=2**-6)
     assert losses["stream"] == pytest.approx(losses["cpu"], rel=2**-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("schedule", ["recover", "learn"])
+def test_a_steps_gradients_are_those_of_the_modules(schedule: str):
+    """Of blocks that are written out, launched and in a graph: a stream that nobody waited for would show here."""
+    rows = np.random.default_rng(0).integers(5, 500, (256, 64))
+    device = torch.device("cuda", 0)
+    how = How(device, half=True, compile="blocks", graph=True, stream=torch.bfloat16, chunk=8)
+    made = model(schedule=schedule, hidden_size=128, num_attention_heads=4, vocab_size=500, max_position_embeddings=64)
+    data = Batches(rows, batch=16, seed=0, vocab=500, special=SPECIAL, device=device)
+    stepper = Stepper(made, MaskedLoss, how)
+    for step in range(8):
+        batches = data.chunk(step, 1)
+        stepper.set_share(made.config.shaping().share(step))
+        expected = {name: gradient.float().clone() for name, gradient in stepper.gradients_of(tuple(part[0] for part in batches)).items()}
+        stepper.run(batches, plan(made, lr=1e-3))
+        for name, gradient in stepper.gradients().items():
+            assert (gradient.float() - expected[name]).norm() <= 0.05 * expected[name].norm() + 1e-6, (step, name)

@@ -21,6 +21,7 @@ class Aside:
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
+        self._captured = False
         self._used: list[Tensor] = []
         self._before: tuple[list[Tensor], Any] | None = None
 
@@ -29,12 +30,13 @@ class Aside:
         if not dy.is_cuda:
             torch.mm(dy.t(), x, out=gradient)
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(dy.device)
+        captured = torch.cuda.is_current_stream_capturing()
+        if self._stream is None or captured != self._captured:  # a graph's has its cuBLAS workspace in the graph's own memory
+            self._stream, self._captured = torch.cuda.Stream(dy.device), captured
+        self._used += [dy, x]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             torch.mm(dy.t(), x, out=gradient)
-        self._used += [dy, x]
 
     def end_of_block(self, last: bool) -> None:
         """Lets go of what the block before this one has used: memory is given to others in the order of the main stream alone."""
@@ -46,37 +48,43 @@ class Aside:
         self._before = self._used, self._stream.record_event()
         self._used = []
         if last:
-            main.wait_stream(self._stream)
-            self._before = None
+            self.join()
+
+    def join(self) -> None:
+        """Lets the main stream wait for all that was begun; also where a pass broke off, since a capture ends with one stream."""
+        if self._stream is not None and (self._used or self._before is not None):
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self._used, self._before = [], None
 
 
 class WrittenBlock:
     """A block as a function of its tokens.
 
     Args:
-        block: its matrices must be `Product`s, with queries, keys and values as one.
+        block: one that `can_be_written`.
         otherwise: what is called with tokens that this has not been written for.
         aside: the same for all blocks.
         last: whether its backward pass is the last one.
     """
 
-    def __init__(self, block: nn.Module, otherwise: Any, aside: Aside, last: bool):
+    def __init__(self, block: Any, otherwise: Any, aside: Aside, last: bool):
         self.block, self.otherwise, self.aside, self.last = block, otherwise, aside, last
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         block = self.block
-        if mask is not None or not isinstance(block, ShapedTransformerBlock) or not is_written_for(block, x):
+        if mask is not None or x.dtype != block.attention.output.weight.dtype or not block.attention.is_short(x):
             return self.otherwise(x, mask)
-        shaping: Any = block.attention.shaping
-        gains = (block.lam_attention, block.gamma_attention, *shaping(), block.lam_feedforward, block.gamma_feedforward)
+        gains = (block.lam_attention, block.gamma_attention, *block.attention.shaping(), block.lam_feedforward, block.gamma_feedforward)
         return Passes.apply(x, self, *gains, block.feedforward.slope)
 
 
-def is_written_for(block: ShapedTransformerBlock, x: Tensor) -> bool:
+def can_be_written(block: nn.Module) -> bool:
+    """Is it a shaped one, whose weights have gradients of their own, and queries, keys and values one product?"""
+    if not isinstance(block, ShapedTransformerBlock):
+        return False
     attention, feedforward = block.attention, block.feedforward
     matrices = (attention.together, attention.output, feedforward.pre, feedforward.post)
-    shaped = attention.shaping is not None and feedforward.slope is not None
-    return shaped and all(isinstance(matrix, Product) and matrix.weight.dtype == x.dtype for matrix in matrices) and attention.is_short(x)
+    return attention.shaping is not None and feedforward.slope is not None and all(isinstance(matrix, Product) for matrix in matrices)
 
 
 class Passes(torch.autograd.Function):
@@ -98,18 +106,26 @@ class Passes(torch.autograd.Function):
         hidden = torch.mm(middle, feedforward.pre.weight.t())
         bent = block_kernels.relu(hidden, slope)
         second = torch.mm(bent, feedforward.post.weight.t())
-        out = block_kernels.add(middle, second, lam_feedforward, gamma_feedforward)
         ctx.written = written
-        ctx.save_for_backward(rows, beside, lse, mixed, first, middle, hidden, bent, second, *gains)
-        return out.view_as(x)
+        branches = (first, second) if ctx.needs_input_grad[2] else (None, None)  # only the gradients of their gains need them
+        ctx.save_for_backward(rows, beside, lse, mixed, middle, hidden, bent, *branches, *gains)
+        return block_kernels.add(middle.view_as(x), second, lam_feedforward, gamma_feedforward)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        try:
+            return Passes.gradients(ctx, g)
+        except BaseException:
+            ctx.written.aside.join()
+            raise
+
+    @staticmethod
+    def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         from shaped.nn import short_kernels
         from shaped.train import block_kernels as kernels
 
-        rows, beside, lse, mixed, first, middle, hidden, bent, second, *gains = ctx.saved_tensors
+        rows, beside, lse, mixed, middle, hidden, bent, first, second, *gains = ctx.saved_tensors
         lam_attention, gamma_attention, gamma1, gamma2, lam_feedforward, gamma_feedforward, slope = gains
         block, aside = ctx.written.block, ctx.written.aside
         attention, feedforward = block.attention, block.feedforward

@@ -74,28 +74,32 @@ def programs(x: Tensor) -> int:
 def add(x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor) -> Tensor:
     """lam · x + gamma · branch."""
     out = torch.empty_like(x)
-    add_kernel[(programs(x),)](x, branch, lam, gamma, out, x.numel(), BLOCK, num_warps=8)
+    with torch.cuda.device_of(x):
+        add_kernel[(programs(x),)](x, branch, lam, gamma, out, x.numel(), BLOCK, num_warps=8)
     return out
 
 
-def add_backward(g: Tensor, x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor, terms: Tensor | None) -> tuple[Tensor, Tensor]:
+def add_backward(g: Tensor, x: Tensor, branch: Tensor | None, lam: Tensor, gamma: Tensor, terms: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradients of x and branch; those of lam and gamma are the sums of the rows of `terms`, [2, programs]."""
     dx, dbranch = torch.empty_like(g), torch.empty_like(g)
-    add_backward_kernel[(programs(g),)](
-        g, x, branch, lam, gamma, dx, dbranch, terms, g.numel(), BLOCK, terms is not None, num_warps=8
-    )  # fmt: skip
+    with torch.cuda.device_of(g):
+        add_backward_kernel[(programs(g),)](
+            g, x, branch, lam, gamma, dx, dbranch, terms, g.numel(), BLOCK, terms is not None, num_warps=8
+        )  # fmt: skip
     return dx, dbranch
 
 
 def relu(x: Tensor, slope: Tensor) -> Tensor:
     """x where it is positive, slope · x elsewhere."""
     out = torch.empty_like(x)
-    relu_kernel[(programs(x),)](x, slope, out, x.numel(), BLOCK, num_warps=8)
+    with torch.cuda.device_of(x):
+        relu_kernel[(programs(x),)](x, slope, out, x.numel(), BLOCK, num_warps=8)
     return out
 
 
 def relu_backward(g: Tensor, x: Tensor, slope: Tensor, terms: Tensor | None) -> Tensor:
     """The gradient of x; that of the slope is the sum of `terms`, [programs]."""
     dx = torch.empty_like(g)
-    relu_backward_kernel[(programs(g),)](g, x, slope, dx, terms, g.numel(), BLOCK, terms is not None, num_warps=8)
+    with torch.cuda.device_of(g):
+        relu_backward_kernel[(programs(g),)](g, x, slope, dx, terms, g.numel(), BLOCK, terms is not None, num_warps=8)
     return dx

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from shaped.hf.models import ShapedForMaskedLM, ShapedForSequenceClassification, ShapedModel
-from shaped.train.block import Aside, WrittenBlock
+from shaped.train.block import Aside, WrittenBlock, can_be_written
 
 COMPILE = ("off", "blocks", "whole")
 
@@ -29,9 +29,11 @@ class Loss(nn.Module, ABC):
         self.embedding, self.final = body.embedding, body.norm
         run = (lambda part: torch.compile(part, dynamic=False, fullgraph=True)) if compile == "blocks" else (lambda part: part)
         blocks: list[Any] = [layer.block for layer in body.layers]
-        if compile == "blocks":
+        if compile == "blocks" and all(can_be_written(block) for block in blocks):
             aside = Aside()
             blocks = [WrittenBlock(block, run(block), aside, last=block is blocks[0]) for block in blocks]
+        else:
+            blocks = [run(block) for block in blocks]
         # Not as submodules: these are the model's own, which has them already.
         self._run: dict[str, Any] = {"embed": run(self.embed), "head": run(self.head), "blocks": blocks}
 
