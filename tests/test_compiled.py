@@ -5,8 +5,27 @@ from importlib.util import find_spec
 import pytest
 
 LEAST_SHARED = 101_376  # bytes a block may have on the smallest GPUs from compute capability 8 on
-SINGLE = {f"{name}_ptr": "*fp32" for name in ("lse", "gamma1", "gamma2", "dgamma", "lam", "gamma", "slope", "terms")}
-NUMBERS = {"scale": "fp32", "heads": "i32", "m": "i32", "size": "i32"}
+SINGLE = {
+    f"{name}_ptr": "*fp32"
+    for name in (
+        "lse",
+        "gamma1",
+        "gamma2",
+        "gain",
+        "dgamma1",
+        "dgamma2",
+        "dgain",
+        "lam",
+        "gamma",
+        "slope",
+        "lam_terms",
+        "gamma_terms",
+        "slope_terms",
+        "terms",
+        "sums",
+    )
+}
+NUMBERS = {"scale": "fp32", "heads": "i32", "m": "i32"} | dict.fromkeys(("size", "apart", "of_tokens", "of_hidden", "of_queries"), "i32")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which is made for Linux alone")
@@ -15,10 +34,10 @@ def test_kernels_of_training(capability):
     from shaped.nn import short_kernels as short
     from shaped.train import block_kernels as block
 
-    sizes = {"D": 96, "M": 128, "C": 32, "S": short.STAGES, "GAINS": True, "BLOCK": block.BLOCK}
+    sizes = {"D": 96, "M": 128, "C": 32, "S": short.STAGES, "BLOCK": block.BLOCK, "BENT": True}
     for kernel in (short.forward_kernel, short.backward_kernel):
         assert shared_memory(kernel, sizes, capability, short.how(128)) <= LEAST_SHARED
-    for kernel in (block.add_kernel, block.add_backward_kernel, block.relu_kernel, block.relu_backward_kernel):
+    for kernel in (block.add_kernel, block.add_backward_kernel, block.relu_kernel, block.relu_backward_kernel, block.sums_kernel):
         assert shared_memory(kernel, sizes, capability, {"num_warps": 8}) <= LEAST_SHARED
 
 

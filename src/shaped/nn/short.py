@@ -58,15 +58,17 @@ def _(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, sca
 
 
 @torch.library.custom_op("shaped::short_attention_backward", mutates_args=(), device_types="cuda", schema=BACKWARD)
-def backward_op(do: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def backward_op(do: Tensor, qkv: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     from shaped.nn import short_kernels
 
-    return short_kernels.backward(do.contiguous(), *arguments)
+    *arguments, gains = arguments
+    dgamma = qkv.new_empty((2, lse.numel()) if gains else (2, 0), dtype=torch.float32)
+    return short_kernels.backward(do.contiguous(), qkv, lse, *arguments, *(dgamma if gains else ())), dgamma
 
 
 @backward_op.register_fake
 def _(do: Tensor, qkv: Tensor, lse: Tensor, gamma1: Any, gamma2: Any, heads: int, scale: float, gains: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(qkv), qkv.new_empty((qkv.shape[0] * heads, 2, qkv.shape[1]) if gains else 0, dtype=torch.float32)
+    return torch.empty_like(qkv), qkv.new_empty((2, lse.numel()) if gains else (2, 0), dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -81,7 +83,7 @@ def _gradients(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
     dqkv, dgamma = backward_op(do, qkv, lse, gamma1, gamma2, ctx.heads, ctx.scale, learned)
     if not learned:
         return dqkv, None, None, None, None
-    one, two = dgamma.sum((0, 2))
+    one, two = dgamma.sum(1)
     return dqkv, one.view_as(gamma1).to(gamma1.dtype), two.view_as(gamma2).to(gamma2.dtype), None, None
 
 

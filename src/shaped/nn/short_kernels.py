@@ -40,8 +40,20 @@ def write(ptr, x, i, e, apart, m, D: tl.constexpr, C: tl.constexpr):
 @triton.jit
 @no_type_check
 def forward_kernel(
-    qkv_ptr, out_ptr, lse_ptr, gamma1_ptr, gamma2_ptr, scale, heads, m, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr, S: tl.constexpr
-):  # fmt: skip
+    qkv_ptr,
+    out_ptr,
+    lse_ptr,
+    gamma1_ptr,
+    gamma2_ptr,
+    gain_ptr,
+    scale,
+    heads,
+    m,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+):
     """Also the logarithms (to base 2) of the normalisers."""
     b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     i, e, n = tl.arange(0, M), tl.arange(0, C), heads * D
@@ -64,6 +76,8 @@ def forward_kernel(
         mixed = tl.dot(p, value)
         if gamma1_ptr is not None:
             mixed += tl.load(gamma1_ptr).to(tl.float32) * value.to(tl.float32)
+        if gain_ptr is not None:
+            mixed *= tl.load(gain_ptr)
         write(out, mixed, i, c + e, n, m, D, C)
 
 
@@ -75,8 +89,11 @@ def backward_kernel(
     lse_ptr,
     gamma1_ptr,
     gamma2_ptr,
+    gain_ptr,
     dqkv_ptr,
-    dgamma_ptr,
+    dgamma1_ptr,
+    dgamma2_ptr,
+    dgain_ptr,
     scale,
     heads,
     m,
@@ -84,9 +101,8 @@ def backward_kernel(
     M: tl.constexpr,
     C: tl.constexpr,
     S: tl.constexpr,
-    GAINS: tl.constexpr,
 ):
-    """GAINS: also the gradients of the gains."""
+    """Also the terms of the gains' gradients, one a query, where there is a place for them."""
     b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     i, e, n = tl.arange(0, M), tl.arange(0, C), heads * D
     half = qkv_ptr.dtype.element_ty
@@ -107,15 +123,25 @@ def backward_kernel(
         value = tl.dot(centred, mixed)
         if gamma1_ptr is not None:
             value += tl.load(gamma1_ptr).to(tl.float32) * mixed.to(tl.float32)
+        if gain_ptr is not None:
+            value *= tl.load(gain_ptr)
         write(dv, value, i, c + e, 3 * n, m, D, C)
     dp = tl.zeros([M, M], tl.float32)
     for c in tl.range(0, D, C, num_stages=S):
         dp = tl.dot(read(do, i, c + e, n, m, D, C), tl.trans(read(v, i, c + e, 3 * n, m, D, C)), dp)
-    if GAINS:  # of gamma1 times the identity and -gamma2 times 1/m, row by row
-        at = dgamma_ptr + 2 * tl.program_id(0).to(tl.int64) * m + i
-        tl.store(at, tl.sum(tl.where(i[:, None] == i[None, :], dp, 0.0), 1), mask=i < m)
-        tl.store(at + m, -tl.sum(dp, 1) / m, mask=i < m)
-    ds = (p.to(tl.float32) * (dp - tl.sum(p.to(tl.float32) * dp, 1)[:, None]) * scale).to(half)
+    at = tl.program_id(0).to(tl.int64) * m + i
+    along = tl.sum(p.to(tl.float32) * dp, 1)
+    if dgain_ptr is not None:
+        identity = tl.where(i[:, None] == i[None, :], tl.load(gamma1_ptr).to(tl.float32), 0.0)
+        rest = identity - tl.load(gamma2_ptr).to(tl.float32) / m
+        tl.store(dgain_ptr + at, along + tl.sum(rest * dp, 1), mask=i < m)
+    if gain_ptr is not None:
+        dp *= tl.load(gain_ptr)
+        along *= tl.load(gain_ptr)
+    if dgamma1_ptr is not None:  # of gamma1 times the identity and -gamma2 times 1/m
+        tl.store(dgamma1_ptr + at, tl.sum(tl.where(i[:, None] == i[None, :], dp, 0.0), 1), mask=i < m)
+        tl.store(dgamma2_ptr + at, -tl.sum(dp, 1) / m, mask=i < m)
+    ds = (p.to(tl.float32) * (dp - along[:, None]) * scale).to(half)
     for c in tl.range(0, D, C, num_stages=S):
         write(dq, tl.dot(ds, read(k, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
     ds = tl.trans(ds)
@@ -123,23 +149,37 @@ def backward_kernel(
         write(dk, tl.dot(ds, read(q, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
 
 
-def forward(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gain: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The tokens, times `gain`, and the logarithms of the normalisers."""
     batch, m, D, sizes = _sizes(qkv, heads)
     out, lse = qkv.new_empty(batch, m, heads * D), qkv.new_empty(batch, heads, m, dtype=torch.float32)
     with torch.cuda.device_of(qkv):
-        forward_kernel[(batch * heads,)](qkv, out, lse, gamma1, gamma2, scale, heads, m, D, *sizes, **how(m))
+        forward_kernel[(batch * heads,)](qkv, out, lse, gamma1, gamma2, gain, scale, heads, m, D, *sizes, **how(m))
     return out, lse
 
 
 def backward(
-    do: Tensor, qkv: Tensor, lse: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gains: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients of qkv and, if wanted, of the gains, as terms of a sum, [batch·heads, 2, m]."""
+    do: Tensor,
+    qkv: Tensor,
+    lse: Tensor,
+    gamma1: Tensor | None,
+    gamma2: Tensor | None,
+    heads: int,
+    scale: float,
+    dgamma1: Tensor | None = None,
+    dgamma2: Tensor | None = None,
+    gain: Tensor | None = None,
+    dgain: Tensor | None = None,
+) -> Tensor:
+    """The gradient of qkv. Those of the gains are sums of the terms that are written where there is a place for them, [batch·heads·m]."""
     batch, m, D, sizes = _sizes(qkv, heads)
-    dqkv, dgamma = torch.empty_like(qkv), qkv.new_empty((batch * heads, 2, m) if gains else 0, dtype=torch.float32)
+    dqkv = torch.empty_like(qkv)
+    gains = (gamma1, gamma2, gain, dqkv, dgamma1, dgamma2, dgain)
     with torch.cuda.device_of(qkv):
-        backward_kernel[(batch * heads,)](do, qkv, lse, gamma1, gamma2, dqkv, dgamma, scale, heads, m, D, *sizes, gains, **how(m))
-    return dqkv, dgamma
+        backward_kernel[(batch * heads,)](do, qkv, lse, *gains, scale, heads, m, D, *sizes, **how(m))
+    return dqkv
 
 
 def how(m: int) -> dict[str, Any]:

@@ -84,14 +84,19 @@ def can_be_written(block: nn.Module) -> bool:
         return False
     attention, feedforward = block.attention, block.feedforward
     matrices = (attention.together, attention.output, feedforward.pre, feedforward.post)
-    return attention.shaping is not None and feedforward.slope is not None and all(isinstance(matrix, Product) for matrix in matrices)
+    if attention.shaping is None or feedforward.slope is None or not all(isinstance(matrix, Product) for matrix in matrices):
+        return False
+    return feedforward.slope.requires_grad or feedforward.start >= 0.0  # the sign of what goes in is read from what comes out
+
+
+SLOPE = 8  # its place among the arguments of what follows
 
 
 class Passes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, written: WrittenBlock, *gains: Tensor) -> Tensor:
         from shaped.nn import short_kernels
-        from shaped.train import block_kernels
+        from shaped.train import block_kernels as kernels
 
         block: Any = written.block
         lam_attention, gamma_attention, gamma1, gamma2, lam_feedforward, gamma_feedforward, slope = gains
@@ -99,56 +104,58 @@ class Passes(torch.autograd.Function):
         x = x.contiguous()
         rows = x.flatten(0, -2)
         beside = torch.mm(rows, attention.together.weight.t()).unflatten(0, x.shape[:-1])
-        mixed, lse = short_kernels.forward(beside, gamma1, gamma2, attention.heads, attention.scale)
+        mixed, lse = short_kernels.forward(beside, gamma1, gamma2, attention.heads, attention.scale, gamma_attention)
         mixed = mixed.flatten(0, -2)
-        first = torch.mm(mixed, attention.output.weight.t())
-        middle = block_kernels.add(rows, first, lam_attention, gamma_attention)
+        middle = kernels.add(rows, torch.mm(mixed, attention.output.weight.t()), lam_attention, None)
         hidden = torch.mm(middle, feedforward.pre.weight.t())
-        bent = block_kernels.relu(hidden, slope)
-        second = torch.mm(bent, feedforward.post.weight.t())
+        # What is written over itself is still near when it is read next, and again in the backward pass.
+        bent = kernels.relu(hidden, slope, torch.empty_like(hidden) if ctx.needs_input_grad[SLOPE] else hidden)
+        branch = torch.mm(bent, feedforward.post.weight.t())
         ctx.written = written
-        branches = (first, second) if ctx.needs_input_grad[2] else (None, None)  # only the gradients of their gains need them
-        ctx.save_for_backward(rows, beside, lse, mixed, middle, hidden, bent, *branches, *gains)
-        return block_kernels.add(middle.view_as(x), second, lam_feedforward, gamma_feedforward)
+        ctx.save_for_backward(rows, beside, lse, mixed, middle, hidden, bent, *gains)
+        return kernels.add(middle, branch, lam_feedforward, gamma_feedforward).view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         try:
-            return Passes.gradients(ctx, g)
+            return Passes.gradients(ctx, dy)
         except BaseException:
             ctx.written.aside.join()
             raise
 
     @staticmethod
-    def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from shaped.nn import short_kernels
         from shaped.train import block_kernels as kernels
 
-        rows, beside, lse, mixed, middle, hidden, bent, first, second, *gains = ctx.saved_tensors
+        rows, beside, lse, mixed, middle, hidden, bent, *gains = ctx.saved_tensors
         lam_attention, gamma_attention, gamma1, gamma2, lam_feedforward, gamma_feedforward, slope = gains
         block, aside = ctx.written.block, ctx.written.aside
         attention, feedforward = block.attention, block.feedforward
-        residual, shaping = ctx.needs_input_grad[2], ctx.needs_input_grad[4]
-        terms: Any = g.new_empty(2, 2, kernels.programs(rows), dtype=torch.float32) if residual else (None, None)
-        bends = g.new_empty(kernels.programs(hidden), dtype=torch.float32) if shaping else None
+        shaping = ctx.needs_input_grad[SLOPE]
+        terms = kernels.Terms(rows, hidden, lse, shaping) if any(ctx.needs_input_grad[2:]) else None
+        of_lam1, of_lam2, of_gam2, of_gam1, of_slope, of_one, of_two = [None] * 7 if terms is None else terms.rows
 
         # The feed-forward branch. What goes past it, dx, is where the product that comes out of it is added.
-        dx, dbranch = kernels.add_backward(g.contiguous().flatten(0, -2), middle, second, lam_feedforward, gamma_feedforward, terms[1])
+        g = dy.contiguous().flatten(0, -2)
+        dx, dbranch = kernels.add_backward(g, middle, lam_feedforward, gamma_feedforward, of_lam2)
         aside.product(dbranch, bent, feedforward.post.gradient)
-        dhidden = kernels.relu_backward(torch.mm(dbranch, feedforward.post.weight), hidden, slope, bends)
+        dbent = torch.mm(g, feedforward.post.weight)
+        dhidden = kernels.relu_backward(dbent, hidden, not shaping, slope, gamma_feedforward, of_gam2, of_slope)
         aside.product(dhidden, middle, feedforward.pre.gradient)
         dx.addmm_(dhidden, feedforward.pre.weight)
 
-        dx, dbranch = kernels.add_backward(dx, rows, first, lam_attention, gamma_attention, terms[0])
-        aside.product(dbranch, mixed, attention.output.gradient)
-        dmixed = torch.mm(dbranch, attention.output.weight)
-        dbeside, dgamma = short_kernels.backward(dmixed, beside, lse, gamma1, gamma2, attention.heads, attention.scale, shaping)
-        dbeside = dbeside.flatten(0, -2)
+        g = dx
+        dx, _ = kernels.add_backward(g, rows, lam_attention, None, of_lam1)
+        aside.product(g, mixed, attention.output.gradient)
+        dmixed = torch.mm(g, attention.output.weight)
+        dbeside = short_kernels.backward(
+            dmixed, beside, lse, gamma1, gamma2, attention.heads, attention.scale, of_one, of_two, gamma_attention, of_gam1
+        ).flatten(0, -2)
         aside.product(dbeside, rows, attention.together.gradient)
         dx.addmm_(dbeside, attention.together.weight)
         aside.end_of_block(ctx.written.last)
 
-        (lam1, gam1), (lam2, gam2) = terms.sum(-1)[..., None] if residual else ((None, None), (None, None))
-        one, two = dgamma.sum((0, 2))[:, None] if shaping else (None, None)
-        return dx.view_as(g), None, lam1, gam1, one, two, lam2, gam2, None if bends is None else bends.sum()[None]
+        lam1, lam2, gam2, gam1, bend, one, two = [None] * 7 if terms is None else terms.sums()
+        return dx.view_as(dy), None, lam1, gam1, one, two, lam2, gam2, bend

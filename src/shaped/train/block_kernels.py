@@ -1,6 +1,6 @@
 """What is done with every entry between the products of a shaped block, and backward: each tensor is read and written once.
 
-Sums over all entries (the gradients of the gains) are left as one term a program, so that they are the same every time.
+Sums over all entries (the gradients of the gains) are first one term a program, and these are added at the end: the same every time.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
@@ -34,21 +34,21 @@ def write(ptr, x, size, BLOCK: tl.constexpr):
 @triton.jit
 @no_type_check
 def add_kernel(x_ptr, branch_ptr, lam_ptr, gamma_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    kept, added = tl.load(lam_ptr) * read(x_ptr, size, BLOCK), tl.load(gamma_ptr) * read(branch_ptr, size, BLOCK)
-    write(out_ptr, kept + added, size, BLOCK)
+    branch = read(branch_ptr, size, BLOCK)
+    if gamma_ptr is not None:
+        branch *= tl.load(gamma_ptr)
+    write(out_ptr, tl.load(lam_ptr) * read(x_ptr, size, BLOCK) + branch, size, BLOCK)
 
 
 @triton.jit
 @no_type_check
-def add_backward_kernel(
-    g_ptr, x_ptr, branch_ptr, lam_ptr, gamma_ptr, dx_ptr, dbranch_ptr, terms_ptr, size, BLOCK: tl.constexpr, GAINS: tl.constexpr
-):  # fmt: skip
+def add_backward_kernel(g_ptr, x_ptr, lam_ptr, gamma_ptr, dx_ptr, dbranch_ptr, lam_terms_ptr, size, BLOCK: tl.constexpr):
     g = read(g_ptr, size, BLOCK)
     write(dx_ptr, tl.load(lam_ptr) * g, size, BLOCK)
-    write(dbranch_ptr, tl.load(gamma_ptr) * g, size, BLOCK)
-    if GAINS:
-        tl.store(terms_ptr + tl.program_id(0), tl.sum(g * read(x_ptr, size, BLOCK), 0))
-        tl.store(terms_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(g * read(branch_ptr, size, BLOCK), 0))
+    if gamma_ptr is not None:
+        write(dbranch_ptr, tl.load(gamma_ptr) * g, size, BLOCK)
+    if lam_terms_ptr is not None:
+        tl.store(lam_terms_ptr + tl.program_id(0), tl.sum(g * read(x_ptr, size, BLOCK), 0))
 
 
 @triton.jit
@@ -60,46 +60,81 @@ def relu_kernel(x_ptr, slope_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def relu_backward_kernel(g_ptr, x_ptr, slope_ptr, dx_ptr, terms_ptr, size, BLOCK: tl.constexpr, GAINS: tl.constexpr):
-    g, x = read(g_ptr, size, BLOCK), read(x_ptr, size, BLOCK)
-    write(dx_ptr, tl.where(x > 0, g, tl.load(slope_ptr) * g), size, BLOCK)
-    if GAINS:
-        tl.store(terms_ptr + tl.program_id(0), tl.sum(tl.where(x > 0, 0.0, g * x), 0))
+def relu_backward_kernel(
+    g_ptr, x_ptr, slope_ptr, gamma_ptr, dx_ptr, gamma_terms_ptr, slope_terms_ptr, size, BLOCK: tl.constexpr, BENT: tl.constexpr
+):  # fmt: skip
+    g, x, slope, gamma = read(g_ptr, size, BLOCK), read(x_ptr, size, BLOCK), tl.load(slope_ptr), tl.load(gamma_ptr)
+    if gamma_terms_ptr is not None:
+        tl.store(gamma_terms_ptr + tl.program_id(0), tl.sum(g * (x if BENT else tl.where(x > 0, x, slope * x)), 0))
+    g *= gamma
+    if slope_terms_ptr is not None:
+        tl.store(slope_terms_ptr + tl.program_id(0), tl.sum(tl.where(x > 0, 0.0, g * x), 0))
+    write(dx_ptr, tl.where(x > 0, g, slope * g), size, BLOCK)
+
+
+@triton.jit
+@no_type_check
+def sums_kernel(terms_ptr, sums_ptr, apart, of_tokens, of_hidden, of_queries, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    size = tl.where(row < 2, of_tokens, tl.where((row == 2) | (row == 4), of_hidden, of_queries))
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(terms_ptr + row * apart + at, mask=at < size, other=0.0)
+    tl.store(sums_ptr + row, tl.sum(total, 0))
 
 
 def programs(x: Tensor) -> int:
     return -(-x.numel() // BLOCK)
 
 
-def add(x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor) -> Tensor:
-    """lam · x + gamma · branch."""
+def add(x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor | None) -> Tensor:
+    """lam · x + gamma · branch; without gamma the branch has it already."""
     out = torch.empty_like(x)
     with torch.cuda.device_of(x):
         add_kernel[(programs(x),)](x, branch, lam, gamma, out, x.numel(), BLOCK, num_warps=8)
     return out
 
 
-def add_backward(g: Tensor, x: Tensor, branch: Tensor | None, lam: Tensor, gamma: Tensor, terms: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of x and branch; those of lam and gamma are the sums of the rows of `terms`, [2, programs]."""
-    dx, dbranch = torch.empty_like(g), torch.empty_like(g)
+def add_backward(g: Tensor, x: Tensor, lam: Tensor, gamma: Tensor | None, lam_terms: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the branch."""
+    dx, dbranch = torch.empty_like(g), g if gamma is None else torch.empty_like(g)
     with torch.cuda.device_of(g):
-        add_backward_kernel[(programs(g),)](
-            g, x, branch, lam, gamma, dx, dbranch, terms, g.numel(), BLOCK, terms is not None, num_warps=8
-        )  # fmt: skip
+        add_backward_kernel[(programs(g),)](g, x, lam, gamma, dx, dbranch, lam_terms, g.numel(), BLOCK, num_warps=8)
     return dx, dbranch
 
 
-def relu(x: Tensor, slope: Tensor) -> Tensor:
-    """x where it is positive, slope · x elsewhere."""
-    out = torch.empty_like(x)
+def relu(x: Tensor, slope: Tensor, out: Tensor) -> Tensor:
+    """x where it is positive, slope · x elsewhere, written to `out`, which may be x."""
     with torch.cuda.device_of(x):
         relu_kernel[(programs(x),)](x, slope, out, x.numel(), BLOCK, num_warps=8)
     return out
 
 
-def relu_backward(g: Tensor, x: Tensor, slope: Tensor, terms: Tensor | None) -> Tensor:
-    """The gradient of x; that of the slope is the sum of `terms`, [programs]."""
-    dx = torch.empty_like(g)
+def relu_backward(
+    g: Tensor, x: Tensor, bent: bool, slope: Tensor, gamma: Tensor, gamma_terms: Tensor | None, slope_terms: Tensor | None
+) -> Tensor:
+    """The gradient of x of gamma · relu(x), written over g, that of the relu times gamma. `bent`: x is the relu's output already.
+
+    That is enough where the slope is not negative and has no gradient.
+    """
     with torch.cuda.device_of(g):
-        relu_backward_kernel[(programs(g),)](g, x, slope, dx, terms, g.numel(), BLOCK, terms is not None, num_warps=8)
-    return dx
+        relu_backward_kernel[(programs(g),)](g, x, slope, gamma, g, gamma_terms, slope_terms, g.numel(), BLOCK, bent, num_warps=8)
+    return g
+
+
+class Terms:
+    """Of the gradients of a block's gains: of lambda of attention and feed-forward, one a program of the tokens; of gamma of feed-forward,
+    one a program of the hidden features; of gamma of attention, one a query and head; and, if `shaping`, of the slope like the one, of
+    gamma1 and gamma2 like the other."""
+
+    def __init__(self, tokens: Tensor, hidden: Tensor, lse: Tensor, shaping: bool):
+        self.sizes = programs(tokens), programs(hidden), lse.numel()
+        self.terms = lse.new_empty(7 if shaping else 4, max(self.sizes))
+        self.rows: list[Tensor | None] = [*self.terms, *[None] * (7 - len(self.terms))]
+
+    def sums(self) -> list[Tensor | None]:
+        out = self.terms.new_empty(len(self.terms), 1)
+        with torch.cuda.device_of(out):
+            sums_kernel[(len(out),)](self.terms, out, self.terms.shape[1], *self.sizes, BLOCK, num_warps=8)
+        return [*out, *[None] * (7 - len(out))]

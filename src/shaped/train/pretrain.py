@@ -116,7 +116,8 @@ def build(settings: Settings, vocab: int, length: int) -> shaped.hf.ShapedForMas
 def shared(steppers: Steppers, model: Any, loss: Any, how: How, sizes: tuple[int, ...], say: Say) -> Stepper:
     """A stepper for this model: one that was made for a model of the same program, or a new one."""
     config = model.config
-    kinds = (loss, config.block, config.schedule == "learn", config.train_gains, config.embedding_norm)
+    negative = config.c_minus < -math.sqrt(config.hidden_size)  # slopes, for which a block's passes are others
+    kinds = (loss, config.block, config.schedule == "learn", config.train_gains, config.embedding_norm, negative)
     tied = config.tie_word_embeddings and getattr(model, "head_scale", True)  # that constant is part of the program
     shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size, config.vocab_size)
     key = (how, kinds, tied, shape, config.max_position_embeddings, sizes)
