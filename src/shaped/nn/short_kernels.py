@@ -118,23 +118,24 @@ def backward_kernel(
     if gamma1_ptr is not None:
         centred = p - tl.load(gamma2_ptr).to(tl.float32) / m
     centred, p = tl.trans(centred.to(half)), p.to(half)
+    at = tl.program_id(0).to(tl.int64) * m + i
+    dgain = tl.zeros([M], tl.float32)
     for c in tl.range(0, D, C, num_stages=S):
         mixed = read(do, i, c + e, n, m, D, C)
-        value = tl.dot(centred, mixed)
+        dvalue = tl.dot(centred, mixed)
         if gamma1_ptr is not None:
-            value += tl.load(gamma1_ptr).to(tl.float32) * mixed.to(tl.float32)
+            dvalue += tl.load(gamma1_ptr).to(tl.float32) * mixed.to(tl.float32)
+        if dgain_ptr is not None:  # the sum over outputs and their gradients, which is that over values and theirs
+            dgain += tl.sum(dvalue * read(v, i, c + e, 3 * n, m, D, C).to(tl.float32), 1)
         if gain_ptr is not None:
-            value *= tl.load(gain_ptr)
-        write(dv, value, i, c + e, 3 * n, m, D, C)
+            dvalue *= tl.load(gain_ptr)
+        write(dv, dvalue, i, c + e, 3 * n, m, D, C)
+    if dgain_ptr is not None:
+        tl.store(dgain_ptr + at, dgain, mask=i < m)
     dp = tl.zeros([M, M], tl.float32)
     for c in tl.range(0, D, C, num_stages=S):
         dp = tl.dot(read(do, i, c + e, n, m, D, C), tl.trans(read(v, i, c + e, 3 * n, m, D, C)), dp)
-    at = tl.program_id(0).to(tl.int64) * m + i
     along = tl.sum(p.to(tl.float32) * dp, 1)
-    if dgain_ptr is not None:
-        identity = tl.where(i[:, None] == i[None, :], tl.load(gamma1_ptr).to(tl.float32), 0.0)
-        rest = identity - tl.load(gamma2_ptr).to(tl.float32) / m
-        tl.store(dgain_ptr + at, along + tl.sum(rest * dp, 1), mask=i < m)
     if gain_ptr is not None:
         dp *= tl.load(gain_ptr)
         along *= tl.load(gain_ptr)
