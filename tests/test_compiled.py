@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 LEAST_SHARED = 101_376  # bytes a block may have on the smallest GPUs from compute capability 8 on
+HALF_OF_HOPPER = 115_712  # bytes: of 228 KiB a multiprocessor, less 1 KiB a block
 SINGLE = {
     f"{name}_ptr": "*fp32"
     for name in (
@@ -41,10 +42,25 @@ def test_kernels_of_training(capability):
         assert shared_memory(kernel, sizes, capability, {"num_warps": 8}) <= LEAST_SHARED
 
 
-def shared_memory(kernel, sizes, capability, how) -> int:
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which is made for Linux alone")
+@pytest.mark.parametrize("keep", [False, True])
+def test_products_of_hopper(keep):
+    """Two programs have room on a multiprocessor, but for the product that also keeps what goes into the ReLU."""
+    from shaped.train import bent_kernels as bent
+
+    sizes = {"N": 3072, "K": 768, "TILE": bent.TILE, "DEEP": bent.DEEP, "GROUP": bent.GROUP, "PROGRAMS": 264, "BENT": not keep}
+    absent = {"hidden": None, "slope_terms_ptr": None} if not keep else {}
+    deep, half, whole = (f"tensordesc<bf16[{rows}, {columns}]>" for rows, columns in ((128, 64), (128, 64), (128, 128)))
+    forward = {"x": deep, "weight": deep, "hidden": half, "out": half, "M": "i32"}
+    backward = {"g": deep, "weight": "tensordesc<bf16[64, 128]>", "x": whole, "dx": whole, "M": "i32"}
+    assert shared_memory(bent.forward_kernel, sizes | absent, 90, {"num_warps": 4, "num_stages": 3}, forward) <= (1 + keep) * HALF_OF_HOPPER
+    assert shared_memory(bent.backward_kernel, sizes | absent, 90, {"num_warps": 8, "num_stages": 3}, backward) <= HALF_OF_HOPPER
+
+
+def shared_memory(kernel, sizes, capability, how, others=None) -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    kinds = {name: "constexpr" if name in sizes else (SINGLE | NUMBERS).get(name, "*bf16") for name in kernel.arg_names}
+    kinds = {name: "constexpr" if name in sizes else (SINGLE | NUMBERS | (others or {})).get(name, "*bf16") for name in kernel.arg_names}
     source = ASTSource(kernel, kinds, {name: sizes[name] for name in kernel.arg_names if name in sizes})
     return compile(source, target=GPUTarget("cuda", capability, 32), options=how).metadata.shared

@@ -36,9 +36,9 @@ def backward(do, qkv, lse, gamma1, gamma2, heads, scale, gains):
     dv = P.mT @ do
     if gamma1 is not None:
         dv = dv + gamma1 * do - gamma2 * do.mean(-2, keepdim=True)
-    dgamma = torch.stack([(do * v).sum(3), -(do * v.mean(-2, keepdim=True)).sum(3)], -2).flatten(0, 1).float()
+    dgamma = torch.stack([(do * v).sum(3), -(do * v.mean(-2, keepdim=True)).sum(3)]).flatten(1).float()
     dqkv = torch.cat([x.transpose(1, 2).flatten(-2) for x in (dS @ k, dS.mT @ q, dv)], -1)
-    return dqkv, dgamma if gains else qkv.new_empty(0, dtype=torch.float32)
+    return dqkv, dgamma if gains else qkv.new_empty(2, 0, dtype=torch.float32)
 
 
 short.forward_op.register_kernel("cpu")(forward)

@@ -8,11 +8,14 @@ import torch
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
 from shaped.nn import short
+from shaped.train import bent_kernels, block_kernels
+from shaped.train import block as written_block
 from shaped.train.losses import MaskedLoss
 from shaped.train.stepper import How, Stepper
 
 torch.cuda.device_of = lambda where: nullcontext()  # there is none
 short.fits = lambda x, D: True
+bent_kernels.multiprocessors = lambda device: 1
 
 
 def check(schedule: str, train_gains: bool) -> None:
@@ -50,7 +53,30 @@ def near(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert error < 2e-5, f"{what}: {error}"
 
 
-check("recover", True)
-check("learn", True)
-check("fixed", False)
+def check_feed(rows: int, width: int, hidden: int) -> None:
+    """The product with the ReLU in it against the two of them, in tiles that do not fill."""
+    x, weight, back = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+        for shape in ((rows, width), (hidden, width), (width, hidden))
+    )
+    slope, gamma = torch.tensor([0.3]), torch.tensor([0.7])
+    for keep in (True, False):
+        (bent, kept), (near_bent, near_kept) = (kernels.feed(x, weight, slope, keep) for kernels in (bent_kernels, block_kernels))
+        near(bent, near_bent, "bent")
+        near(kept, near_kept, "kept")
+        terms = [torch.empty(2, kernels.programs(kept)) for kernels in (bent_kernels, block_kernels)]
+        found, expected = (
+            kernels.feed_backward(x, back, kept, not keep, slope, gamma, *of)
+            for kernels, of in zip((bent_kernels, block_kernels), terms, strict=True)
+        )
+        near(found, expected, "gradient")
+        near(terms[0].sum(1), terms[1].sum(1), "terms")
+
+
+for kernels in (block_kernels, bent_kernels):
+    written_block.feeding = lambda x, weight, kernels=kernels: kernels
+    check("recover", True)
+    check("learn", True)
+    check("fixed", False)
+check_feed(1180, 72, 200)
 print("all near")

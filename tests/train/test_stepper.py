@@ -319,7 +319,13 @@ def test_a_steps_gradients_are_those_of_the_modules(schedule: str):
     for step in range(8):
         batches = data.chunk(step, 1)
         stepper.set_share(made.config.shaping().share(step))
-        expected = {name: gradient.float().clone() for name, gradient in stepper.gradients_of(tuple(part[0] for part in batches)).items()}
+        expected = together(stepper.gradients_of(tuple(part[0] for part in batches)))
         stepper.run(batches, plan(made, lr=1e-3))
-        for name, gradient in stepper.gradients().items():
-            assert (gradient.float() - expected[name]).norm() <= 0.05 * expected[name].norm() + 1e-6, (step, name)
+        for name, gradient in together(stepper.gradients()).items():
+            assert (gradient - expected[name]).norm() <= 0.05 * expected[name].norm(), (step, name)
+
+
+def together(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of the gains as one: each alone may be a small sum of large terms, of which bfloat16 leaves little."""
+    gains = torch.cat([gradient.float() for gradient in gradients.values() if gradient.numel() == 1])
+    return {name: gradient.float().clone() for name, gradient in gradients.items() if gradient.numel() > 1} | {"gains": gains}

@@ -6,6 +6,9 @@ result, and everything waits for the gradients of the weights, for which nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from shaped.train.products import Product
 
 
 class Aside:
-    """Products that nothing waits for before the end of the backward pass: the gradients of the weights, on a stream of their own."""
+    """What nothing waits for before the end of the backward pass, on a stream of its own: gradients of weights and gains."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -27,16 +30,20 @@ class Aside:
 
     def product(self, dy: Tensor, x: Tensor, gradient: Tensor) -> None:
         """dy' x, written to `gradient`."""
-        if not dy.is_cuda:
-            torch.mm(dy.t(), x, out=gradient)
+        self.do(lambda: torch.mm(dy.t(), x, out=gradient), dy, x)
+
+    def do(self, work: Callable[[], object], *used: Tensor) -> None:
+        """What has been begun so far is done before it. `used` stays as it is until then."""
+        if not used[0].is_cuda:
+            work()
             return
         captured = torch.cuda.is_current_stream_capturing()
         if self._stream is None or captured != self._captured:  # a graph's has its cuBLAS workspace in the graph's own memory
-            self._stream, self._captured = torch.cuda.Stream(dy.device), captured
-        self._used += [dy, x]
+            self._stream, self._captured = torch.cuda.Stream(used[0].device), captured
+        self._used += used
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            torch.mm(dy.t(), x, out=gradient)
+            work()
 
     def end_of_block(self, last: bool) -> None:
         """Lets go of what the block before this one has used: memory is given to others in the order of the main stream alone."""
@@ -89,6 +96,23 @@ def can_be_written(block: nn.Module) -> bool:
     return feedforward.slope.requires_grad or feedforward.start >= 0.0  # the sign of what goes in is read from what comes out
 
 
+def feeding(x: Tensor, weight: Tensor) -> Any:
+    """The functions `feed` and `feed_backward` for these: in one kernel where that has been seen to be faster."""
+    from shaped.train import block_kernels
+
+    if x.is_cuda and x.dtype.itemsize == 2 and all(size % 8 == 0 for size in weight.shape) and is_hopper(x.device.index):
+        from shaped.train import bent_kernels
+
+        return bent_kernels
+    return block_kernels
+
+
+@cache
+def is_hopper(device: int) -> bool:
+    """With a Triton that reads and writes tiles as that GPU can."""
+    return torch.cuda.get_device_capability(device)[0] == 9 and find_spec("triton.tools.tensor_descriptor") is not None
+
+
 SLOPE = 8  # its place among the arguments of what follows
 
 
@@ -107,9 +131,7 @@ class Passes(torch.autograd.Function):
         mixed, lse = short_kernels.forward(beside, gamma1, gamma2, attention.heads, attention.scale, gamma_attention)
         mixed = mixed.flatten(0, -2)
         middle = kernels.add(rows, torch.mm(mixed, attention.output.weight.t()), lam_attention, None)
-        hidden = torch.mm(middle, feedforward.pre.weight.t())
-        # What is written over itself is still near when it is read next, and again in the backward pass.
-        bent = kernels.relu(hidden, slope, torch.empty_like(hidden) if ctx.needs_input_grad[SLOPE] else hidden)
+        bent, hidden = feeding(middle, feedforward.pre.weight).feed(middle, feedforward.pre.weight, slope, keep=ctx.needs_input_grad[SLOPE])
         branch = torch.mm(bent, feedforward.post.weight.t())
         ctx.written = written
         ctx.save_for_backward(rows, beside, lse, mixed, middle, hidden, bent, *gains)
@@ -134,15 +156,16 @@ class Passes(torch.autograd.Function):
         block, aside = ctx.written.block, ctx.written.aside
         attention, feedforward = block.attention, block.feedforward
         shaping = ctx.needs_input_grad[SLOPE]
-        terms = kernels.Terms(rows, hidden, lse, shaping) if any(ctx.needs_input_grad[2:]) else None
+        feed = feeding(middle, feedforward.pre.weight)
+        sizes = kernels.programs(rows), feed.programs(hidden), lse.numel()
+        terms = kernels.Terms(sizes, shaping, rows.device) if any(ctx.needs_input_grad[2:]) else None
         of_lam1, of_lam2, of_gam2, of_gam1, of_slope, of_one, of_two = [None] * 7 if terms is None else terms.rows
 
         # The feed-forward branch. What goes past it, dx, is where the product that comes out of it is added.
         g = dy.contiguous().flatten(0, -2)
         dx, dbranch = kernels.add_backward(g, middle, lam_feedforward, gamma_feedforward, of_lam2)
         aside.product(dbranch, bent, feedforward.post.gradient)
-        dbent = torch.mm(g, feedforward.post.weight)
-        dhidden = kernels.relu_backward(dbent, hidden, not shaping, slope, gamma_feedforward, of_gam2, of_slope)
+        dhidden = feed.feed_backward(g, feedforward.post.weight, hidden, not shaping, slope, gamma_feedforward, of_gam2, of_slope)
         aside.product(dhidden, middle, feedforward.pre.gradient)
         dx.addmm_(dhidden, feedforward.pre.weight)
 
@@ -155,7 +178,8 @@ class Passes(torch.autograd.Function):
         ).flatten(0, -2)
         aside.product(dbeside, rows, attention.together.gradient)
         dx.addmm_(dbeside, attention.together.weight)
+        if terms is not None:
+            aside.do(terms.add, terms.terms, terms.out)
         aside.end_of_block(ctx.written.last)
-
-        lam1, lam2, gam2, gam1, bend, one, two = [None] * 7 if terms is None else terms.sums()
+        lam1, lam2, gam2, gam1, bend, one, two = [None] * 7 if terms is None else terms.sums
         return dx.view_as(dy), None, lam1, gam1, one, two, lam2, gam2, bend

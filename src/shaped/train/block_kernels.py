@@ -104,37 +104,44 @@ def add_backward(g: Tensor, x: Tensor, lam: Tensor, gamma: Tensor | None, lam_te
     return dx, dbranch
 
 
-def relu(x: Tensor, slope: Tensor, out: Tensor) -> Tensor:
-    """x where it is positive, slope · x elsewhere, written to `out`, which may be x."""
+def feed(x: Tensor, weight: Tensor, slope: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """relu(x W') with this slope, and x W' if that is to be kept, else the first again."""
+    hidden = torch.mm(x, weight.t())
+    # Written over itself it is still near when it is read next, and again in the backward pass.
+    bent = torch.empty_like(hidden) if keep else hidden
     with torch.cuda.device_of(x):
-        relu_kernel[(programs(x),)](x, slope, out, x.numel(), BLOCK, num_warps=8)
-    return out
+        relu_kernel[(programs(hidden),)](hidden, slope, bent, hidden.numel(), BLOCK, num_warps=8)
+    return bent, hidden
 
 
-def relu_backward(
-    g: Tensor, x: Tensor, bent: bool, slope: Tensor, gamma: Tensor, gamma_terms: Tensor | None, slope_terms: Tensor | None
+def feed_backward(
+    g: Tensor, weight: Tensor, x: Tensor, bent: bool, slope: Tensor, gamma: Tensor, gamma_terms: Tensor | None, slope_terms: Tensor | None
 ) -> Tensor:
-    """The gradient of x of gamma · relu(x), written over g, that of the relu times gamma. `bent`: x is the relu's output already.
+    """The gradient of x of y = gamma · relu(x) W', for that of y, g, and terms of the gains' gradients where there is a place for them.
 
-    That is enough where the slope is not negative and has no gradient.
+    `bent`: x is the relu's output already. That is enough where the slope is not negative and has no gradient.
     """
+    dx = torch.mm(g, weight)
     with torch.cuda.device_of(g):
-        relu_backward_kernel[(programs(g),)](g, x, slope, gamma, g, gamma_terms, slope_terms, g.numel(), BLOCK, bent, num_warps=8)
-    return g
+        relu_backward_kernel[(programs(x),)](dx, x, slope, gamma, dx, gamma_terms, slope_terms, x.numel(), BLOCK, bent, num_warps=8)
+    return dx
 
 
 class Terms:
-    """Of the gradients of a block's gains: of lambda of attention and feed-forward, one a program of the tokens; of gamma of feed-forward,
-    one a program of the hidden features; of gamma of attention, one a query and head; and, if `shaping`, of the slope like the one, of
-    gamma1 and gamma2 like the other."""
+    """Of the gradients of a block's gains, a row each: lambda of attention and of feed-forward, gamma of feed-forward and of attention; if
+    `shaping`, also the slope, gamma1 and gamma2.
 
-    def __init__(self, tokens: Tensor, hidden: Tensor, lse: Tensor, shaping: bool):
-        self.sizes = programs(tokens), programs(hidden), lse.numel()
-        self.terms = lse.new_empty(7 if shaping else 4, max(self.sizes))
+    `sizes`: how many there are that come from the tokens, the hidden features, the queries.
+    """
+
+    def __init__(self, sizes: tuple[int, int, int], shaping: bool, device: torch.device):
+        self.sizes = sizes
+        self.terms = torch.empty(7 if shaping else 4, max(sizes), device=device)
         self.rows: list[Tensor | None] = [*self.terms, *[None] * (7 - len(self.terms))]
 
-    def sums(self) -> list[Tensor | None]:
-        out = self.terms.new_empty(len(self.terms), 1)
-        with torch.cuda.device_of(out):
-            sums_kernel[(len(out),)](self.terms, out, self.terms.shape[1], *self.sizes, BLOCK, num_warps=8)
-        return [*out, *[None] * (7 - len(out))]
+        self.out = self.terms.new_empty(len(self.terms), 1)
+        self.sums: list[Tensor | None] = [*self.out, *[None] * (7 - len(self.out))]
+
+    def add(self) -> None:
+        with torch.cuda.device_of(self.out):
+            sums_kernel[(len(self.out),)](self.terms, self.out, self.terms.shape[1], *self.sizes, BLOCK, num_warps=8)
