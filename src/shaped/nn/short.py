@@ -61,9 +61,9 @@ def _(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, sca
 def backward_op(do: Tensor, qkv: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     from shaped.nn import short_kernels
 
-    *arguments, gains = arguments
+    *others, gains = arguments
     dgamma = qkv.new_empty((2, lse.numel()) if gains else (2, 0), dtype=torch.float32)
-    return short_kernels.backward(do.contiguous(), qkv, lse, *arguments, *(dgamma if gains else ())), dgamma
+    return short_kernels.backward(do.contiguous(), qkv, lse, *others, *(dgamma if gains else ())), dgamma
 
 
 @backward_op.register_fake
