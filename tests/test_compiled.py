@@ -53,8 +53,8 @@ def test_products_of_hopper(keep):
     deep, half, whole = (f"tensordesc<bf16[{rows}, {columns}]>" for rows, columns in ((128, 64), (128, 64), (128, 128)))
     forward = {"x": deep, "weight": deep, "hidden": half, "out": half, "M": "i32"}
     backward = {"g": deep, "weight": "tensordesc<bf16[64, 128]>", "x": whole, "dx": whole, "M": "i32"}
-    assert shared_memory(bent.forward_kernel, sizes | absent, 90, {"num_warps": 4, "num_stages": 3}, forward) <= (1 + keep) * HALF_OF_HOPPER
-    assert shared_memory(bent.backward_kernel, sizes | absent, 90, {"num_warps": 8, "num_stages": 3}, backward) <= HALF_OF_HOPPER
+    assert shared_memory(bent.feed_kernel, sizes | absent, 90, {"num_warps": 4, "num_stages": 3}, forward) <= (1 + keep) * HALF_OF_HOPPER
+    assert shared_memory(bent.feed_backward_kernel, sizes | absent, 90, {"num_warps": 8, "num_stages": 3}, backward) <= HALF_OF_HOPPER
 
 
 def shared_memory(kernel, sizes, capability, how, others=None) -> int:

@@ -48,7 +48,7 @@ def bend(x, row, column, hidden, out, slope):
 
 @triton.jit
 @no_type_check
-def forward_kernel(
+def feed_kernel(
     x,
     weight,
     hidden,
@@ -78,7 +78,7 @@ def forward_kernel(
 
 @triton.jit
 @no_type_check
-def backward_kernel(
+def feed_backward_kernel(
     g,
     weight,
     x,
@@ -120,7 +120,7 @@ def feed(x: Tensor, weight: Tensor, slope: Tensor, keep: bool) -> tuple[Tensor, 
     half = (TILE, TILE // 2)
     count = min(programs(out), 2 * multiprocessors(x.device))
     with torch.cuda.device_of(x):
-        forward_kernel[(count,)](
+        feed_kernel[(count,)](
             *tiles((x, (TILE, DEEP)), (weight, (TILE, DEEP)), (hidden, half), (out, half)),
             slope, *out.shape, x.shape[1], TILE, DEEP, GROUP, count, num_warps=4, num_stages=3,
         )  # fmt: skip
@@ -133,7 +133,7 @@ def feed_backward(
     """`block_kernels.feed_backward` in one kernel."""
     dx = torch.empty_like(x)
     with torch.cuda.device_of(g):
-        backward_kernel[(programs(x),)](
+        feed_backward_kernel[(programs(x),)](
             *tiles((g, (TILE, DEEP)), (weight, (DEEP, TILE)), (x, (TILE, TILE)), (dx, (TILE, TILE))),
             slope, gamma, gamma_terms, slope_terms, *x.shape, g.shape[1], TILE, DEEP, GROUP, bent, num_warps=8, num_stages=3,
         )  # fmt: skip
