@@ -64,9 +64,9 @@ def check_feed(rows: int, width: int, hidden: int) -> None:
         (bent, kept), (near_bent, near_kept) = (kernels.feed(x, weight, slope, keep) for kernels in (bent_kernels, block_kernels))
         near(bent, near_bent, "bent")
         near(kept, near_kept, "kept")
-        terms = [torch.empty(2, kernels.programs(kept)) for kernels in (bent_kernels, block_kernels)]
+        terms = [torch.zeros(2, kernels.programs(kept)) for kernels in (bent_kernels, block_kernels)]
         found, expected = (
-            kernels.feed_backward(x, back, kept, not keep, slope, gamma, *of)
+            kernels.feed_backward(x, back, kept, not keep, slope, gamma, of[0], of[1] if keep else None)
             for kernels, of in zip((bent_kernels, block_kernels), terms, strict=True)
         )
         near(found, expected, "gradient")

@@ -39,11 +39,9 @@ def halves(x):
 @triton.jit
 @no_type_check
 def bend(x, row, column, hidden, out, slope):
-    x = x.to(out.dtype)
     if hidden is not None:
-        hidden.store([row, column], x)
-    x = x.to(tl.float32)
-    out.store([row, column], tl.where(x > 0, x, slope * x).to(out.dtype))
+        hidden.store([row, column], x.to(out.dtype))
+    out.store([row, column], (x * tl.where(x > 0, 1.0, slope)).to(out.dtype))
 
 
 @triton.jit
@@ -100,13 +98,17 @@ def feed_backward_kernel(
     for k in range(tl.cdiv(K, DEEP)):
         dy = tl.dot(g.load([i * TILE, k * DEEP]), weight.load([k * DEEP, j * TILE]), dy)
     slope, gamma = tl.load(slope_ptr), tl.load(gamma_ptr)
-    x = x.load([i * TILE, j * TILE]).to(tl.float32)
+    x = x.load([i * TILE, j * TILE])
     if gamma_terms_ptr is not None:
-        tl.store(gamma_terms_ptr + tl.program_id(0), tl.sum(dy * (x if BENT else tl.where(x > 0, x, slope * x))))
-    dy *= gamma
-    if slope_terms_ptr is not None:
-        tl.store(slope_terms_ptr + tl.program_id(0), tl.sum(tl.where(x > 0, 0.0, dy * x)))
-    dx.store([i * TILE, j * TILE], tl.where(x > 0, dy, slope * dy).to(dx.dtype))
+        product = dy * x.to(tl.float32)
+        all = tl.sum(product)
+        if not BENT:
+            down = tl.sum(tl.where(x > 0, 0.0, product))
+            all += (slope - 1.0) * down
+            if slope_terms_ptr is not None:
+                tl.store(slope_terms_ptr + tl.program_id(0), gamma * down)
+        tl.store(gamma_terms_ptr + tl.program_id(0), all)
+    dx.store([i * TILE, j * TILE], (dy * tl.where(x > 0, gamma, gamma * slope)).to(dx.dtype))
 
 
 def programs(x: Tensor) -> int:
@@ -135,7 +137,7 @@ def feed_backward(
     with torch.cuda.device_of(g):
         feed_backward_kernel[(programs(x),)](
             *tiles((g, (TILE, DEEP)), (weight, (DEEP, TILE)), (x, (TILE, TILE)), (dx, (TILE, TILE))),
-            slope, gamma, gamma_terms, slope_terms, *x.shape, g.shape[1], TILE, DEEP, GROUP, bent, num_warps=8, num_stages=3,
+            slope, gamma, gamma_terms, slope_terms, *x.shape, g.shape[1], TILE, DEEP, GROUP, bent, num_warps=8, num_stages=3, maxnreg=128,
         )  # fmt: skip
     return dx
 

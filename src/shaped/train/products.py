@@ -1,4 +1,4 @@
-"""Products with matrices whose gradients are written where Adam reads them, in place of being made by autograd and copied there."""
+"""Products with matrices, and rows of tables, whose gradients are written where Adam reads them, not made by autograd and copied there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaped.hf.models import Embedding
 from shaped.nn.modules import Matrix, ShapedSelfAttention
 
 
@@ -53,6 +54,68 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x.to(self.weight.dtype), self.weight, self.gradient)
+
+
+@torch.library.custom_op("shaped::table_gradient", mutates_args=("gradient",))
+def table_gradient(dy: Tensor, ids: Tensor, gradient: Tensor) -> None:
+    gradient.zero_().index_add_(0, ids.flatten(), dy.flatten(0, -2).to(gradient.dtype))
+
+
+@torch.library.custom_op("shaped::rows_of_table", mutates_args=())
+def rows_of_table(ids: Tensor, table: Tensor, gradient: Tensor, trained: Tensor) -> Tensor:
+    return table[ids]
+
+
+@rows_of_table.register_fake
+def _(ids: Tensor, table: Tensor, gradient: Tensor, trained: Tensor) -> Tensor:
+    return table.new_empty(*ids.shape, table.shape[1])
+
+
+def _keep_ids(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ids, _, ctx.gradient, _ = inputs
+    ctx.save_for_backward(ids)
+
+
+def _gradient_of_table(ctx: Any, dy: Tensor) -> tuple[None, None, None, None]:
+    table_gradient(dy, *ctx.saved_tensors, ctx.gradient)
+    return None, None, None, None
+
+
+rows_of_table.register_autograd(_gradient_of_table, setup_context=_keep_ids)
+
+
+class Rows(nn.Module):
+    """Rows of a table like `nn.Embedding`, with the gradient written as a `Product` does.
+
+    Autograd goes only where there is something that it is to find a gradient of: `trained`, any parameter beside the table, of which it
+    finds none here.
+    """
+
+    gradient: Tensor
+
+    def __init__(self, table: Tensor, gradient: Tensor, trained: nn.Parameter):
+        super().__init__()
+        self.weight = nn.Parameter(table, requires_grad=False)
+        self.register_buffer("gradient", gradient.data, persistent=False)
+        self._trained = (trained,)  # not one of this module's own
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return rows_of_table(ids, self.weight, self.gradient, *self._trained)
+
+
+def put_rows(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> set[str]:
+    """Replaces the table of tokens, unless it is the output matrix too, and says which that was.
+
+    On a GPU alone, where to copy a gradient with a row for every word takes longer than to add up a batch's own.
+    """
+    found = {f"{name}.tokens.weight": module for name, module in model.named_modules() if isinstance(module, Embedding)}
+    for name, module in list(found.items()):
+        uses = sum(getattr(other, "weight", None) is module.tokens.weight for other in model.modules())
+        if uses > 1 or not gradients[name].is_cuda:
+            del found[name]
+        else:
+            module.tokens = Rows(weights[name], gradients[name], module.positions.weight)
+    return set(found)
 
 
 def put_products(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> set[str]:

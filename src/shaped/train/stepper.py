@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shaped.nn.schedules import Shapeable
 from shaped.train.losses import Loss
-from shaped.train.products import put_products
+from shaped.train.products import put_products, put_rows
 from shaped.train.vector import ALIGNED, BETAS, Adam, adam, vectors
 
 Say = Callable[[str], None]
@@ -99,7 +99,7 @@ class Stepper:
         parameters = dict(self.twin.named_parameters())
         for name, view in working.items():
             parameters[name].data = view
-        written = put_products(self.twin, working, self.gradients())
+        written = put_products(self.twin, working, self.gradients()) | put_rows(self.twin, working, self.gradients())
         # The others' gradients come from autograd and are copied, those of a vector at a time.
         left = [{name: view for name, view in vector.views(vector.gradients).items() if name not in written} for vector in self.vectors]
         self.leaves = [parameters[name] for views in left for name in views]
