@@ -108,7 +108,7 @@ def put_rows(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, 
 
     On a GPU alone, where to copy a gradient with a row for every word takes longer than to add up a batch's own.
     """
-    found = {f"{name}.tokens.weight": module for name, module in model.named_modules() if isinstance(module, Embedding)}
+    found: dict[str, Any] = {f"{name}.tokens.weight": module for name, module in model.named_modules() if isinstance(module, Embedding)}
     for name, module in list(found.items()):
         uses = sum(getattr(other, "weight", None) is module.tokens.weight for other in model.modules())
         if uses > 1 or not gradients[name].is_cuda:
