@@ -3,17 +3,22 @@
     python benchmarks/train.py [--compile blocks,whole] [--stream float32,bf16] [--steps 200] [--profile] [--out FILE]
 
 Shaped (Recover and Learn), Pre-LN, and transformers' BertForMaskedLM, compiled: depth 18, width 768, 8 heads, 32 rows of 128 tokens, a
-vocabulary of 32,000, bf16 on a GPU. On a CPU everything is smaller. The models of this package compute logits at the masked places alone;
-BERT computes them everywhere, as its loss has it. Operations are counted as those that are needed (logits at masked places), for all models
-alike: a matrix of P entries takes 6·P a token, forward and backward; attention 12·m·n a token and layer.
+vocabulary of 32,000, bf16 on a GPU. On a CPU everything is smaller. The models of this package compute the last feed-forward branch and the
+logits at the masked places alone; BERT computes them everywhere, as its loss has it. Operations are counted as those that are needed (from
+the last layer's attention on, those at masked places), for all models alike: a matrix of P entries takes 6·P a token, forward and backward;
+attention 12·m·n a token and layer. Beside the times stand the GPU's clock and power as `nvidia-smi` sees them meanwhile: a card that is at
+the limit of its power slows down.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -44,8 +49,8 @@ class Size:
 
     def flops(self, masked: int) -> float:
         """Of one step, forward and backward."""
-        tokens = self.batch * self.length
-        blocks = self.depth * 12 * self.width**2 * tokens + self.width * self.vocab * self.batch * masked
+        tokens, few = self.batch * self.length, self.batch * masked
+        blocks = self.width**2 * (12 * self.depth * tokens - 9 * (tokens - few)) + self.width * self.vocab * few
         return 6.0 * blocks + 12.0 * self.depth * self.length * self.width * tokens
 
 
@@ -170,13 +175,34 @@ def bert(size: Size, device: torch.device, steps: int, mode: str | None) -> dict
 
 def timed(chunk: Callable[[], None], length: int, steps: int) -> dict[str, float]:
     times = []
-    for _ in range(max(3, steps // length)):
-        synchronize()
-        began = time.perf_counter()
-        chunk()
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - began) / length)
-    return {"ms": statistics.median(times), "ms_least": min(times), "ms_most": max(times)}
+    with power() as state:
+        for _ in range(max(3, steps // length)):
+            synchronize()
+            began = time.perf_counter()
+            chunk()
+            synchronize()
+            times.append(1e3 * (time.perf_counter() - began) / length)
+    return {"ms": statistics.median(times), "ms_least": min(times), "ms_most": max(times)} | state
+
+
+@contextmanager
+def power() -> Iterator[dict[str, float]]:
+    """Fills in the medians of clock and power over what is done meanwhile, beside their limits, where there is someone to ask."""
+    state: dict[str, float] = {}
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        yield state
+        return
+    asked = {"clock_mhz": "clocks.sm", "most_clock_mhz": "clocks.max.sm", "watts": "power.draw", "most_watts": "power.limit"}
+    command = ["nvidia-smi", f"--query-gpu={','.join(asked.values())}", "--format=csv,noheader,nounits", "--loop-ms=100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sampler:
+        try:
+            yield state
+        finally:
+            sampler.terminate()
+            lines = [line.split(",") for line in (sampler.stdout or ())]
+    with suppress(ValueError):  # what it does not know it calls [N/A]
+        seen = [[float(value) for value in line] for line in lines if len(line) == len(asked)][1:]  # the first one is from before
+        state.update({name: statistics.median(values) for name, values in zip(asked, zip(*seen, strict=True), strict=False)})
 
 
 def profile(stepper: Stepper, batches: Batches, plan: Plan, steps: int = 4) -> list[dict[str, Any]]:
@@ -233,13 +259,18 @@ def main() -> None:
         except RuntimeError as error:
             print(f"bert, {mode}: {str(error).splitlines()[0]}", flush=True)
     table = Table(title=f"{size}, {masked} masked places a row; bf16 products run at {ceiling:.0f} TFLOP/s here", box=None)
-    for column in ("model", "ms a step", "least–most", "TFLOP/s", "share", "start, s"):
+    for column in ("model", "ms a step", "least–most", "TFLOP/s", "share", "MHz", "W", "start, s"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, row in rows.items():
         row["tflops"] = flops / row["ms"] / 1e9
         row["share"] = row["tflops"] / ceiling
         spread = f"{row['ms_least']:.2f}–{row['ms_most']:.2f}"
-        table.add_row(name, f"{row['ms']:.2f}", spread, f"{row['tflops']:.0f}", f"{row['share']:.2f}", f"{row['start_s']:.0f}")
+        numbers = [
+            f"{row['tflops']:.0f}",
+            f"{row['share']:.2f}",
+            *(f"{row[key]:.0f}" if key in row else "" for key in ("clock_mhz", "watts")),
+        ]
+        table.add_row(name, f"{row['ms']:.2f}", spread, *numbers, f"{row['start_s']:.0f}")
     Console(width=140).print(table)
     about = {"size": size.__dict__, "masked": masked, "tflop_a_step": flops / 1e12, "matrix_tflops": ceiling, "attention_us": kernels}
     report(arguments.out, about | {"models": rows} | ({"profile": profiled} if profiled else {}))

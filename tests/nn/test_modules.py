@@ -202,6 +202,16 @@ def test_blocks_with_layer_norm(place):
         LayerNormBlock(attention, feedforward, "middle")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("kind", ["shaped", "pre", "post"])
+def test_tokens_that_are_asked_for_are_those_of_all(kind):
+    torch.manual_seed(170)
+    attention, feedforward = ShapedSelfAttention(N, 2), ShapedFeedForwardBlock(N)
+    block = ShapedTransformerBlock(attention, feedforward, 0.4) if kind == "shaped" else LayerNormBlock(attention, feedforward, kind)
+    X, places = torch.randn(2, 5, N), torch.tensor([[4, 0], [1, 2]])
+    expected = torch.stack([tokens[at] for tokens, at in zip(block(X), places, strict=True)])
+    assert (block(X, places=places) - expected).abs().max() < 1e-5
+
+
 def test_a_schedule_does_not_touch_what_another_trains():
     with pytest.raises(ValueError, match="schedule"):
         Recover(10).apply(ShapedEncoder(1, N, HEADS, gamma=0.2, schedule=Learn()), 5)

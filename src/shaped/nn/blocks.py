@@ -48,9 +48,11 @@ class ShapedTransformerBlock(nn.Module):
         for name, start in self.start.items():
             nn.init.constant_(getattr(self, name), start)
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Tokens:
+        """`places`, [batch, k]: which tokens are put out, all of them if it is not given. The feed-forward branch sees no others."""
         # Gains keep their precision where the tokens have less.
         x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)).to(x.dtype)
+        x = x if places is None else tokens_at(x, places)
         return (self.lam_feedforward * x + self.gamma_feedforward * self.feedforward(x)).to(x.dtype)
 
 
@@ -64,13 +66,21 @@ class LayerNormBlock(nn.Module):
         self.attention, self.feedforward, self.place = attention, feedforward, place
         self.norm_attention, self.norm_feedforward = (nn.LayerNorm(attention.query.in_features) for _ in range(2))
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Tokens:
+        """`places` as in `ShapedTransformerBlock`."""
         if self.place == "pre":
             x = x + self.attention(self.norm_attention(x), attn_mask, attend)
+            x = x if places is None else tokens_at(x, places)
             return x + self.feedforward(self.norm_feedforward(x))
         dtype = x.dtype  # under autocast norms are in single precision
-        x = self.norm_attention(x + self.attention(x, attn_mask, attend)).to(dtype)
+        x = x + self.attention(x, attn_mask, attend)
+        x = self.norm_attention(x if places is None else tokens_at(x, places)).to(dtype)
         return self.norm_feedforward(x + self.feedforward(x)).to(dtype)
+
+
+def tokens_at(x: Tensor, places: Tensor) -> Tensor:
+    """Of tokens [batch, m, width] those at places [batch, k]."""
+    return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class ShapedEncoder(nn.Module):

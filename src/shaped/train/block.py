@@ -77,12 +77,13 @@ class WrittenBlock:
     def __init__(self, block: Any, otherwise: Any, aside: Aside, last: bool):
         self.block, self.otherwise, self.aside, self.last = block, otherwise, aside, last
 
-    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, mask: Tensor | None = None, attend: None = None, places: Tensor | None = None) -> Tensor:
+        """`places` as in `ShapedTransformerBlock`."""
         block = self.block
         if mask is not None or x.dtype != block.attention.output.weight.dtype or not block.attention.is_short(x):
-            return self.otherwise(x, mask)
+            return self.otherwise(x, mask, attend, places)
         gains = (block.lam_attention, block.gamma_attention, *block.attention.shaping(), block.lam_feedforward, block.gamma_feedforward)
-        return Passes.apply(x, self, *gains, block.feedforward.slope)
+        return Passes.apply(x, places, self, *gains, block.feedforward.slope)
 
 
 def can_be_written(block: nn.Module) -> bool:
@@ -113,12 +114,12 @@ def is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and find_spec("triton.tools.tensor_descriptor") is not None
 
 
-SLOPE = 8  # its place among the arguments of what follows
+GAINS, SLOPE = 3, 9  # where they begin among the arguments of what follows, and the last of them
 
 
 class Passes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, written: WrittenBlock, *gains: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, places: Tensor | None, written: WrittenBlock, *gains: Tensor) -> Tensor:
         from shaped.nn import short_kernels
         from shaped.train import block_kernels as kernels
 
@@ -129,13 +130,16 @@ class Passes(torch.autograd.Function):
         rows = x.flatten(0, -2)
         beside = torch.mm(rows, attention.together.weight.t()).unflatten(0, x.shape[:-1])
         mixed, lse = short_kernels.forward(beside, gamma1, gamma2, attention.heads, attention.scale, gamma_attention)
-        mixed = mixed.flatten(0, -2)
-        middle = kernels.add(rows, torch.mm(mixed, attention.output.weight.t()), lam_attention, None)
+        mixed, tokens, at = mixed.flatten(0, -2), rows, None
+        if places is not None:  # from here on, nothing else is needed
+            at = (places + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]).flatten()
+            mixed, tokens = mixed.index_select(0, at), rows.index_select(0, at)
+        middle = kernels.add(tokens, torch.mm(mixed, attention.output.weight.t()), lam_attention, None)
         bent, hidden = feeding(middle, feedforward.pre.weight).feed(middle, feedforward.pre.weight, slope, keep=ctx.needs_input_grad[SLOPE])
         branch = torch.mm(bent, feedforward.post.weight.t())
         ctx.written = written
-        ctx.save_for_backward(rows, beside, lse, mixed, middle, hidden, bent, *gains)
-        return kernels.add(middle, branch, lam_feedforward, gamma_feedforward).view_as(x)
+        ctx.save_for_backward(rows, beside, lse, at, mixed, tokens, middle, hidden, bent, *gains)
+        return kernels.add(middle, branch, lam_feedforward, gamma_feedforward).unflatten(0, (len(x), -1))
 
     @staticmethod
     @once_differentiable
@@ -151,14 +155,14 @@ class Passes(torch.autograd.Function):
         from shaped.nn import short_kernels
         from shaped.train import block_kernels as kernels
 
-        rows, beside, lse, mixed, middle, hidden, bent, *gains = ctx.saved_tensors
+        rows, beside, lse, at, mixed, tokens, middle, hidden, bent, *gains = ctx.saved_tensors
         lam_attention, gamma_attention, gamma1, gamma2, lam_feedforward, gamma_feedforward, slope = gains
         block, aside = ctx.written.block, ctx.written.aside
         attention, feedforward = block.attention, block.feedforward
         shaping = ctx.needs_input_grad[SLOPE]
         feed = feeding(middle, feedforward.pre.weight)
-        sizes = kernels.programs(rows), feed.programs(hidden), lse.numel()
-        terms = kernels.Terms(sizes, shaping, rows.device) if any(ctx.needs_input_grad[2:]) else None
+        sizes = kernels.programs(tokens), feed.programs(hidden), lse.numel()
+        terms = kernels.Terms(sizes, shaping, rows.device) if any(ctx.needs_input_grad[GAINS:]) else None
         of_lam1, of_lam2, of_gam2, of_gam1, of_slope, of_one, of_two = [None] * 7 if terms is None else terms.rows
 
         # The feed-forward branch. What goes past it, dx, is where the product that comes out of it is added.
@@ -170,9 +174,11 @@ class Passes(torch.autograd.Function):
         dx.addmm_(dhidden, feedforward.pre.weight)
 
         g = dx
-        dx, _ = kernels.add_backward(g, rows, lam_attention, None, of_lam1)
+        dx, _ = kernels.add_backward(g, tokens, lam_attention, None, of_lam1)
         aside.product(g, mixed, attention.output.gradient)
         dmixed = torch.mm(g, attention.output.weight)
+        if at is not None:
+            dx, dmixed = (torch.zeros_like(rows).index_add_(0, at, part) for part in (dx, dmixed))
         dbeside = short_kernels.backward(
             dmixed, beside, lse, gamma1, gamma2, attention.heads, attention.scale, of_one, of_two, gamma_attention, of_gam1
         ).flatten(0, -2)
@@ -182,4 +188,4 @@ class Passes(torch.autograd.Function):
             aside.do(terms.add, terms.terms, terms.out)
         aside.end_of_block(ctx.written.last)
         lam1, lam2, gam2, gam1, bend, one, two = [None] * 7 if terms is None else terms.sums
-        return dx.view_as(dy), None, lam1, gam1, one, two, lam2, gam2, bend
+        return dx.unflatten(0, beside.shape[:-1]), None, None, lam1, gam1, one, two, lam2, gam2, bend

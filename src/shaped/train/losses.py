@@ -37,31 +37,31 @@ class Loss(nn.Module, ABC):
         # Not as submodules: these are the model's own, which has them already.
         self._run: dict[str, Any] = {"embed": run(self.embed), "head": run(self.head), "blocks": blocks}
 
-    def encode(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self._run["embed"](ids)
-        for block in self._run["blocks"]:
+    def encode(self, ids: Tensor, mask: Tensor | None = None, places: Tensor | None = None) -> Tensor:
+        """The last layer's tokens; only those at `places`, [batch, k], where that is given, and only for them its feed-forward branch."""
+        x, blocks = self._run["embed"](ids), self._run["blocks"]
+        for block in blocks[:-1]:
             x = block(x, mask)
-        return x
+        return blocks[-1](x, mask, None, places)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.embedding(self.embedding.tokens(ids), torch.arange(ids.shape[-1], device=ids.device)[None], None).to(self.stream)
 
     @abstractmethod
-    def head(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
-        """The loss, from the last layer's tokens."""
+    def head(self, *parts: Tensor) -> Tensor:
+        """The loss, from the last layer's tokens, what else it needs of them, and the labels."""
 
 
 class MaskedLoss(Loss):
-    """Cross-entropy of masked language modelling, with the vocabulary's matrix applied at the masked places alone."""
+    """Cross-entropy of masked language modelling. The last feed-forward branch and the vocabulary's matrix see the masked places alone."""
 
     def __init__(self, model: ShapedForMaskedLM, compile: str = "off", stream: torch.dtype = torch.float32):
         super().__init__(model, model.model, compile, stream)
 
     def forward(self, ids: Tensor, places: Tensor, labels: Tensor) -> Tensor:
-        return self._run["head"](self.encode(ids), places, labels)
+        return self._run["head"](self.encode(ids, places=places), labels)
 
-    def head(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
-        x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+    def head(self, x: Tensor, labels: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         x = x if self.final is None else self.final(x)
         return cross_entropy(self.model.logits(x).float().flatten(0, 1), labels.flatten())
 
@@ -75,8 +75,8 @@ class ClassifierLoss(Loss):
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         return self._run["head"](self.encode(ids, mask[:, None, None, :]), mask, labels)
 
-    def head(self, x: Tensor, places: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self.logits(x, places).float(), labels)
+    def head(self, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return cross_entropy(self.logits(x, mask).float(), labels)
 
     def logits(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x if self.final is None else self.final(x)
