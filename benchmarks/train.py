@@ -19,7 +19,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,8 @@ def attention_kernels(size: Size, device: torch.device) -> dict[str, float]:
     return found
 
 
-def own(size: Size, how: How, steps: int, **config: Any) -> tuple[dict[str, float], Stepper, Batches, Plan]:
-    """A model of this package: seconds until the first chunk is done, and milliseconds a step after it."""
+def own(size: Size, how: How, steps: int, **config: Any) -> tuple[dict[str, dict[str, float]], Stepper, Batches, Plan]:
+    """A model of this package: seconds until the first chunk is done, milliseconds a step after it; for Recover also without shaping."""
     rows = np.random.default_rng(0).integers(5, size.vocab, (64 * size.batch, size.length), dtype=np.int64)
     batches = Batches(rows, batch=size.batch, seed=0, vocab=size.vocab, special=SPECIAL, device=how.device)
     began = time.perf_counter()
@@ -126,11 +126,15 @@ def own(size: Size, how: How, steps: int, **config: Any) -> tuple[dict[str, floa
     def chunk() -> None:
         stepper.run(batches.chunk(stepper.step, how.chunk), plan)
 
-    return {"start_s": start} | timed(chunk, how.chunk, steps), stepper, batches, plan
+    found = {"": {"start_s": start} | timed(chunk, how.chunk, steps)}
+    if config.get("schedule") == "recover":  # zeros in place of small numbers take less power, and power may be what limits the clock
+        plan = replace(plan, share=lambda step: 0.0)
+        found[" when the shaping is gone"] = timed(chunk, how.chunk, steps)
+    return found, stepper, batches, plan
 
 
 def bert(size: Size, device: torch.device, steps: int, mode: str | None) -> dict[str, float]:
-    """transformers' model as its users train it: autocast, torch.compile, fused Adam."""
+    """transformers' model as its users train it: autocast, torch.compile, fused Adam. The mode "reduce-overhead" makes CUDA graphs."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -222,7 +226,7 @@ def profile(stepper: Stepper, batches: Batches, plan: Plan, steps: int = 4) -> l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", default="blocks,whole", help="which ways to compile are tried")
-    parser.add_argument("--models", default="recover,learn,preln,bert")
+    parser.add_argument("--models", default="recover,learn,preln,bert-graphs,bert")
     parser.add_argument("--attention", default="auto", help="auto, flash, cudnn, efficient or math")
     parser.add_argument("--stream", default="bf16", help="tokens between the blocks: float32, bf16, or both with a comma")
     parser.add_argument("--steps", type=int, default=256)
@@ -237,43 +241,36 @@ def main() -> None:
     profiled: dict[str, Any] = {}
     kernels = attention_kernels(size, device) if gpu else {}
     print("attention kernels, forward and backward, µs:", {name: round(value, 1) for name, value in kernels.items()}, flush=True)
-    wanted = arguments.models.split(",")
-    known = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
-    ways = product(arguments.compile.split(","), arguments.stream.split(",")) if gpu else [("off", "float32")]
-    for compile, stream in ways:
-        dtype = {"float32": torch.float32, "bf16": torch.bfloat16}[stream]
-        for name in (name for name in wanted if name in known):
-            how = How(device, half=gpu, compile=compile, graph=gpu, attention=arguments.attention, stream=dtype, chunk=64 if gpu else 16)
-            found, stepper, batches, plan = own(size, how, arguments.steps, **known[name])
-            rows[f"{name}, {compile}, {stream} stream"] = found
-            print(name, compile, stream, {key: round(value, 2) for key, value in found.items()}, flush=True)
-            if arguments.profile and len(rows) == 1:
-                profiled = {"model": name, "kernels": profile(stepper, batches, plan)}
-                for kernel in profiled["kernels"]:
-                    print(f"{kernel['ms_a_step']:8.3f} ms {kernel['launches_a_step']:7.1f} x  {kernel['name'][:100]}", flush=True)
-            del stepper, batches, plan
-    for mode in (None, "reduce-overhead") if "bert" in wanted else ():
-        try:
-            rows["bert" + (f", {mode}" if mode else "")] = found = bert(size, device, arguments.steps, mode)
-            print("bert", mode, {key: round(value, 2) for key, value in found.items()}, flush=True)
-        except RuntimeError as error:
-            print(f"bert, {mode}: {str(error).splitlines()[0]}", flush=True)
-    table = Table(title=f"{size}, {masked} masked places a row; bf16 products run at {ceiling:.0f} TFLOP/s here", box=None)
-    for column in ("model", "ms a step", "least–most", "TFLOP/s", "share", "MHz", "W", "start, s"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for name, row in rows.items():
-        row["tflops"] = flops / row["ms"] / 1e9
-        row["share"] = row["tflops"] / ceiling
-        spread = f"{row['ms_least']:.2f}–{row['ms_most']:.2f}"
-        numbers = [
-            f"{row['tflops']:.0f}",
-            f"{row['share']:.2f}",
-            *(f"{row[key]:.0f}" if key in row else "" for key in ("clock_mhz", "watts")),
-        ]
-        table.add_row(name, f"{row['ms']:.2f}", spread, *numbers, f"{row['start_s']:.0f}")
-    Console(width=140).print(table)
     about = {"size": size.__dict__, "masked": masked, "tflop_a_step": flops / 1e12, "matrix_tflops": ceiling, "attention_us": kernels}
-    report(arguments.out, about | {"models": rows} | ({"profile": profiled} if profiled else {}))
+    known = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
+    others = {"bert-graphs": "reduce-overhead", "bert": None}
+    ways = list(product(arguments.compile.split(","), arguments.stream.split(","))) if gpu else [("off", "float32")]
+    for name, (compile, stream) in product(arguments.models.split(","), ways):
+        if name in known:
+            dtype = {"float32": torch.float32, "bf16": torch.bfloat16}[stream]
+            how = How(device, half=gpu, compile=compile, graph=gpu, attention=arguments.attention, stream=dtype, chunk=128 if gpu else 16)
+            found, stepper, batches, plan = own(size, how, arguments.steps, **known[name])
+            if arguments.profile and not rows:
+                profiled = {"profile": {"model": name, "kernels": profile(stepper, batches, plan)}}
+            rows |= {f"{name}{state}, {compile}, {stream} stream": row for state, row in found.items()}
+            del stepper, batches, plan
+        elif (compile, stream) == ways[0]:
+            rows[name] = bert(size, device, arguments.steps, others[name])
+        for row in rows.values():
+            row["tflops"] = flops / row["ms"] / 1e9
+            row["share"] = row["tflops"] / ceiling
+        report(arguments.out, about | {"models": rows} | profiled)  # after each, should the next one fail
+    for kernel in profiled.get("profile", {"kernels": []})["kernels"]:
+        print(f"{kernel['ms_a_step']:8.3f} ms {kernel['launches_a_step']:7.1f} x  {kernel['name'][:100]}")
+    table = Table(title=f"{size}, {masked} masked places a row; bf16 products run at {ceiling:.0f} TFLOP/s here", box=None)
+    columns = {"ms a step": "ms", "least": "ms_least", "most": "ms_most", "TFLOP/s": "tflops", "share": "share"}
+    columns |= {"MHz": "clock_mhz", "W": "watts", "start, s": "start_s"}
+    table.add_column("model")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, row in rows.items():
+        table.add_row(name, *(f"{row[key]:.{0 if row[key] >= 100 else 2}f}" if key in row else "" for key in columns.values()))
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

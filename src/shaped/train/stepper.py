@@ -57,7 +57,7 @@ class How:
             graph=gpu and world == 1 and settings.graph != "off",
             clips=settings.clip > 0,
             attention=settings.attention,
-            chunk=64 if gpu else 16,
+            chunk=128 if gpu else 16,  # between them a GPU waits for the host, some milliseconds
         )
 
 
