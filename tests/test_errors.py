@@ -49,7 +49,11 @@ PATHS = propagate(samples=4)
         (lambda: shaped.ReLUFeedForward(0.5, math.nan), ["negative_slope", "nan"]),
         (lambda: shaped.compare(PATHS, propagate(torch.eye(2, dtype=torch.float64))), ["other", "3", "2"]),
         (lambda: shaped.compare(PATHS, PATHS, statistics=["trace"]), ["statistics", "trace"]),
+        (lambda: shaped.compare(PATHS, PATHS, statistics={"one": 1}), ["statistics", "functions", "1", "one"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
+        (lambda: shaped.compare(PATHS, PATHS, statistics={"sum": lambda V: V.sum()}), ["statistics", "4 paths", "[]", "sum"]),
         (lambda: shaped.compare(PATHS, PATHS, pair=(0, 3)), ["pair", "3"]),
+        (lambda: propagate(n=10**400), ["n must", str(2**53), "1329 bits"]),
+        (lambda: propagate(executor="processes"), ["executor", "submit", "str"]),
         (lambda: shaped.compare(PATHS, PATHS, resamples=1), ["resamples", "1"]),
         (lambda: LocalWorkers(0), ["workers", "0"]),
         (lambda: solve(1e60 * EYE, dtype=torch.float32), ["V0", "float32", "1e+60"]),

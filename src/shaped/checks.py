@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 HUGE = 1e100  # beyond it squares leave the float range
+LARGEST = 2**53  # whole numbers that a float still has
 
 
-def whole_number(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """The value as an int, at least `least`. Booleans are not numbers here."""
+def whole_number(name: str, value: Any, least: int = 1, most: float = LARGEST) -> int:
+    """The value as an int in [least, most]. Booleans are not numbers here."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -22,8 +23,9 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None)
         raise ValueError(f"{name} must be a whole number, got {value!r}") from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
-    if most is not None and number > most:
-        raise ValueError(f"{name} must be at most {most}, got {number}")
+    if number > most:
+        got = number if number.bit_length() <= 64 else f"one of {number.bit_length()} bits"
+        raise ValueError(f"{name} must be at most {most}, got {got}")
     return number
 
 

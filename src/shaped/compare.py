@@ -103,7 +103,7 @@ def compare(
         raise ValueError(f"other must have {m} tokens as the first trajectory has, got {other.V.shape[-1]}")
     if pair is not None and not (isinstance(pair, Sequence) and len(pair) == 2 and all(is_place(token, m) for token in pair)) and m > 1:
         raise ValueError(f"pair must name two of the {m} tokens, got {pair!r}")
-    resamples, seed = whole_number("resamples", resamples, least=20), whole_number("seed", seed, least=0)
+    resamples, seed = whole_number("resamples", resamples, least=20), whole_number("seed", seed, least=0, most=math.inf)
     for path in (one, other):
         if not is_place(at, len(path.t)):
             raise ValueError(f"at must be one of the {len(path.t)} recorded times, got {at!r}")
@@ -127,7 +127,7 @@ def compare(
     rounding = max(torch.finfo(path.V.dtype).eps for path in (one, other)) ** 0.75
     ks, wasserstein = {}, {}
     for name, statistic in statistics.items():
-        x, y = (statistic(V).double().reshape(len(V), -1).cpu().numpy() for V in running)
+        x, y = (_numbers(name, statistic, V) for V in running)
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise ValueError(f"statistics must be finite, got {name!r} with values that are not")
         pooled = np.concatenate([x, y])
@@ -144,6 +144,17 @@ def is_place(value: object, m: int) -> bool:
         return -m <= operator.index(value) < m  # pyright: ignore[reportArgumentType]
     except TypeError:
         return False
+
+
+def _numbers(name: str, statistic: Statistic, V: Tensor) -> Sample:
+    """What a statistic, maybe the user's own, makes of each path."""
+    if not callable(statistic):
+        raise ValueError(f"statistics must be functions of V by name, got {statistic!r} as {name!r}")
+    found = statistic(V)
+    if not isinstance(found, Tensor) or found.ndim == 0 or len(found) != len(V):
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"statistics must give one number or a row of them for each of the {len(V)} paths, got {shape} from {name!r}")
+    return found.double().reshape(len(V), -1).cpu().numpy()
 
 
 def distances(x: Sample, y: Sample, resamples: int, rng: np.random.Generator) -> tuple[Distance, Distance]:

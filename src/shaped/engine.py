@@ -139,13 +139,15 @@ def run(
     where = usable(device)
     V0 = checked_start(V0, samples, dtype).to(where)
     count, m = V0.shape[0], V0.shape[-1]
-    seed = whole_number("seed", seed, least=0)
+    seed = whole_number("seed", seed, least=0, most=math.inf)
     if chunk is not None:
         chunk = whole_number("chunk", chunk)
     upper, lower = (
         None if bound is None else in_range(name, bound, 0.0, sys.float_info.max) for name, bound in (("upper", upper), ("lower", lower))
     )
     kept = recorded_steps(record, steps)
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise ValueError(f"executor must have a method submit, as those of concurrent.futures have, got {type(executor).__name__}")
 
     size = block_size(process.entries(m), where)
     V = allocated((len(kept), count, m, m), dtype, where)

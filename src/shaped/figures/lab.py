@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Lab:
 
     def __post_init__(self) -> None:
         whole_number("tokens", self.tokens, least=2)
-        whole_number("seed", self.seed, least=0)
+        whole_number("seed", self.seed, least=0, most=math.inf)
 
     @property
     def counts(self) -> tuple[int, ...]:
