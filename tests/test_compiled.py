@@ -1,8 +1,8 @@
 """The GPU kernels compiled for GPUs that need not be here: the interpreter takes what the compiler does not."""
 
-from importlib.util import find_spec
-
 import pytest
+
+from triton_interpreter import needs_triton
 
 LEAST_SHARED = 101_376  # bytes a block may have on the smallest GPUs from compute capability 8 on
 HALF_OF_HOPPER = 115_712  # bytes: of 228 KiB a multiprocessor, less 1 KiB a block
@@ -29,7 +29,7 @@ SINGLE = {
 NUMBERS = {"scale": "fp32", "heads": "i32", "m": "i32"} | dict.fromkeys(("size", "apart", "of_tokens", "of_hidden", "of_queries"), "i32")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which is made for Linux alone")
+@needs_triton
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_kernels_of_training(capability):
     from shaped.nn import short_kernels as short
@@ -42,7 +42,7 @@ def test_kernels_of_training(capability):
         assert shared_memory(kernel, sizes, capability, {"num_warps": 8}) <= LEAST_SHARED
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which is made for Linux alone")
+@needs_triton
 @pytest.mark.parametrize("keep", [False, True])
 def test_products_of_hopper(keep):
     """Two programs have room on a multiprocessor, but for the product that also keeps what goes into the ReLU."""

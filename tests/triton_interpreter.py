@@ -1,0 +1,18 @@
+"""Kernels for GPUs where there is none: Triton's interpreter, which wants to be asked for before Triton is imported."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which is made for Linux alone")
+
+
+def in_the_interpreter(script: Path) -> None:
+    """Runs a script of checks in a process of its own; its last words must be that all is near."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert found.stdout.endswith("all near\n"), found.stderr[-2000:]
