@@ -35,6 +35,8 @@ from shaped.train.batches import Batches
 from shaped.train.losses import MaskedLoss
 from shaped.train.stepper import How, Plan, Stepper
 
+OWN = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
+OTHERS = {"bert-graphs": "reduce-overhead", "bert": None}
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 
 
@@ -123,13 +125,13 @@ def own(size: Size, how: How, steps: int, **config: Any) -> tuple[dict[str, dict
     stepper.run(batches.chunk(0, how.chunk), plan)
     start = time.perf_counter() - began
 
-    def chunk() -> None:
+    def chunk(plan: Plan) -> None:
         stepper.run(batches.chunk(stepper.step, how.chunk), plan)
 
-    found = {"": {"start_s": start} | timed(chunk, how.chunk, steps)}
+    found = {"": {"start_s": start} | timed(lambda: chunk(plan), how.chunk, steps)}
     if config.get("schedule") == "recover":  # zeros in place of small numbers take less power, and power may be what limits the clock
-        plan = replace(plan, share=lambda step: 0.0)
-        found[" when the shaping is gone"] = timed(chunk, how.chunk, steps)
+        gone = replace(plan, share=lambda step: 0.0)
+        found[" when the shaping is gone"] = timed(lambda: chunk(gone), how.chunk, steps)
     return found, stepper, batches, plan
 
 
@@ -233,6 +235,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest in a step of the first model")
     parser.add_argument("--out", type=Path, default=Path("out/benchmark-train.json"))
     arguments = parser.parse_args()
+    if unknown := set(arguments.models.split(",")) - {*OWN, *OTHERS}:
+        parser.error(f"--models must be among {', '.join([*OWN, *OTHERS])}, got {', '.join(sorted(unknown))}")
     gpu = torch.cuda.is_available()
     device, size = torch.device("cuda" if gpu else "cpu"), LARGE if gpu else SMALL
     masked = round(0.15 * size.length)
@@ -242,20 +246,18 @@ def main() -> None:
     kernels = attention_kernels(size, device) if gpu else {}
     print("attention kernels, forward and backward, µs:", {name: round(value, 1) for name, value in kernels.items()}, flush=True)
     about = {"size": size.__dict__, "masked": masked, "tflop_a_step": flops / 1e12, "matrix_tflops": ceiling, "attention_us": kernels}
-    known = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
-    others = {"bert-graphs": "reduce-overhead", "bert": None}
     ways = list(product(arguments.compile.split(","), arguments.stream.split(","))) if gpu else [("off", "float32")]
     for name, (compile, stream) in product(arguments.models.split(","), ways):
-        if name in known:
+        if name in OWN:
             dtype = {"float32": torch.float32, "bf16": torch.bfloat16}[stream]
             how = How(device, half=gpu, compile=compile, graph=gpu, attention=arguments.attention, stream=dtype, chunk=128 if gpu else 16)
-            found, stepper, batches, plan = own(size, how, arguments.steps, **known[name])
+            found, stepper, batches, plan = own(size, how, arguments.steps, **OWN[name])
             if arguments.profile and not rows:
                 profiled = {"profile": {"model": name, "kernels": profile(stepper, batches, plan)}}
             rows |= {f"{name}{state}, {compile}, {stream} stream": row for state, row in found.items()}
             del stepper, batches, plan
         elif (compile, stream) == ways[0]:
-            rows[name] = bert(size, device, arguments.steps, others[name])
+            rows[name] = bert(size, device, arguments.steps, OTHERS[name])
         for row in rows.values():
             row["tflops"] = flops / row["ms"] / 1e9
             row["share"] = row["tflops"] / ceiling

@@ -54,7 +54,10 @@ def test_products_of_hopper(keep):
     forward = {"x": deep, "weight": deep, "hidden": half, "out": half, "M": "i32"}
     backward = {"g": deep, "weight": "tensordesc<bf16[64, 128]>", "x": whole, "dx": whole, "M": "i32"}
     assert shared_memory(bent.feed_kernel, sizes | absent, 90, {"num_warps": 4, "num_stages": 3}, forward) <= (1 + keep) * HALF_OF_HOPPER
-    assert shared_memory(bent.feed_backward_kernel, sizes | absent, 90, {"num_warps": 8, "num_stages": 3}, backward) <= HALF_OF_HOPPER
+    assert (
+        shared_memory(bent.feed_backward_kernel, sizes | absent, 90, {"num_warps": 8, "num_stages": 3, "maxnreg": 128}, backward)
+        <= HALF_OF_HOPPER
+    )
 
 
 def shared_memory(kernel, sizes, capability, how, others=None) -> int:

@@ -24,7 +24,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: float = LARGEST) -
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     if number > most:
-        got = number if number.bit_length() <= 64 else f"one of {number.bit_length()} bits"
+        got = number if number.bit_length() <= 128 else f"one of {number.bit_length()} bits"
         raise ValueError(f"{name} must be at most {most}, got {got}")
     return number
 

@@ -89,7 +89,7 @@ def test_a_layer_with_one_product_takes_it(shaped, monkeypatch):
     attention.join(together)
     assert (attention(x) - expected).abs().max() < 1e-12
     calls = []
-    monkeypatch.setattr(short, "fits", lambda qkv, heads: True)
+    monkeypatch.setattr(short, "fits", lambda qkv, D: True)
     monkeypatch.setattr(short, "attention", lambda *given: calls.append(given) or short.forward_op(*given)[0])
     assert (attention(x) - expected).abs().max() < 1e-12
     assert len(calls) == 1

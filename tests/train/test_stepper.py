@@ -307,25 +307,50 @@ def test_a_cuda_graph_steps_as_launches_do(block: str, schedule: str):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("schedule", ["recover", "learn"])
-def test_a_steps_gradients_are_those_of_the_modules(schedule: str):
-    """Of blocks that are written out, launched and in a graph: a stream that nobody waited for would show here."""
-    rows = np.random.default_rng(0).integers(5, 500, (256, 64))
+def test_gradients_of_written_blocks_are_those_of_autograd(schedule: str, graph: bool):
+    """Against float32: a gradient that is not written, or a stream that nobody waited for, would show here."""
     device = torch.device("cuda", 0)
-    how = How(device, half=True, compile="blocks", graph=True, stream=torch.bfloat16, chunk=8)
     made = model(schedule=schedule, hidden_size=128, num_attention_heads=4, vocab_size=500, max_position_embeddings=64)
-    data = Batches(rows, batch=16, seed=0, vocab=500, special=SPECIAL, device=device)
+    exact = copy.deepcopy(made).to(device)
+    how = How(device, half=True, compile="blocks", graph=graph, stream=torch.bfloat16, chunk=8)
+    rows = np.random.default_rng(0).integers(5, 500, (256, 64))
+    compare_gradients(made, exact, how, Batches(rows, batch=16, seed=0, vocab=500, special=SPECIAL, device=device))
+
+
+@pytest.mark.parametrize("schedule", ["recover", "learn"])
+def test_gradients_of_modules_are_those_of_autograd(schedule: str):
+    """What the test above does, where there is no GPU and no written block."""
+    made = model(schedule=schedule)
+    compare_gradients(made, copy.deepcopy(made), How(CPU, half=True, stream=torch.bfloat16), batches())
+
+
+def compare_gradients(made: Any, exact: Any, how: How, data: Batches) -> None:
     stepper = Stepper(made, MaskedLoss, how)
+    if how.compile == "blocks":
+        written: Any = stepper.loss
+        for block in written._run["blocks"]:
+            block.otherwise = None  # nothing but what is written
     for step in range(8):
-        batches = data.chunk(step, 1)
-        stepper.set_share(made.config.shaping().share(step))
-        expected = together(stepper.gradients_of(tuple(part[0] for part in batches)))
-        stepper.run(batches, plan(made, lr=1e-3))
-        for name, gradient in together(stepper.gradients()).items():
-            assert (gradient - expected[name]).norm() <= 0.05 * expected[name].norm(), (step, name)
+        with torch.no_grad():
+            for name, value in stepper.values().items():
+                exact.get_parameter(name).copy_(value)
+        exact.config.shaping().apply(exact, step)
+        batch = data.chunk(step, 1)
+        ids, places, labels = (part[0] for part in batch)
+        loss = exact(ids, labels=torch.full_like(ids, -100).scatter(-1, places, labels)).loss
+        names = [name for name, _ in exact.named_parameters()]
+        expected = together(dict(zip(names, torch.autograd.grad(loss, list(exact.parameters())), strict=True)))
+        for vector in stepper.vectors:
+            vector.gradients.zero_()  # of the step before
+        stepper.run(batch, plan(made, lr=1e-3))
+        found = together(stepper.gradients())
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() <= 0.1 * gradient.norm(), (step, name)  # bfloat16 leaves a few per cent of small models
 
 
 def together(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of the gains as one: each alone may be a small sum of large terms, of which bfloat16 leaves little."""
-    gains = torch.cat([gradient.float() for gradient in gradients.values() if gradient.numel() == 1])
-    return {name: gradient.float().clone() for name, gradient in gradients.items() if gradient.numel() > 1} | {"gains": gains}
+    gains = [gradients[name].float() for name in sorted(gradients) if gradients[name].numel() == 1]
+    return {name: gradient.float().clone() for name, gradient in gradients.items() if gradient.numel() > 1} | {"gains": torch.cat(gains)}

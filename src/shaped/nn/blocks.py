@@ -6,12 +6,14 @@ import copy
 import math
 from typing import Any, Literal, TypeVar
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import HUGE, in_range, whole_number
 from shaped.nn.modules import Attend, AttentionShaping, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain
 from shaped.nn.schedules import Schedule, Shapeable, chosen
 
+Some = Float[Tensor, "*batch k width"]  # of the tokens
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -48,7 +50,7 @@ class ShapedTransformerBlock(nn.Module):
         for name, start in self.start.items():
             nn.init.constant_(getattr(self, name), start)
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Tokens:
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Some:
         """`places`, [batch, k]: which tokens are put out, all of them if it is not given. The feed-forward branch sees no others."""
         # Gains keep their precision where the tokens have less.
         x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)).to(x.dtype)
@@ -66,7 +68,7 @@ class LayerNormBlock(nn.Module):
         self.attention, self.feedforward, self.place = attention, feedforward, place
         self.norm_attention, self.norm_feedforward = (nn.LayerNorm(attention.query.in_features) for _ in range(2))
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Tokens:
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Some:
         """`places` as in `ShapedTransformerBlock`."""
         if self.place == "pre":
             x = x + self.attention(self.norm_attention(x), attn_mask, attend)
@@ -80,6 +82,8 @@ class LayerNormBlock(nn.Module):
 
 def tokens_at(x: Tensor, places: Tensor) -> Tensor:
     """Of tokens [batch, m, width] those at places [batch, k]."""
+    if x.ndim != 3 or places.ndim != 2 or len(places) != len(x):
+        raise ValueError(f"places must be [batch, k] for tokens [batch, m, width], got {list(places.shape)} for {list(x.shape)}")
     return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
 
 

@@ -1,14 +1,14 @@
 """A shaped block forward and backward, written out for the training step on a GPU.
 
-What a compiler makes of the block is slower by a sixth: it adds gradients in passes of their own, which a product can do as it writes its
-result, and everything waits for the gradients of the weights, for which nothing waits.
+A compiler adds gradients in passes of their own, which a product can do as it writes its result, and lets everything wait for the gradients
+of the weights, for which nothing waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class Aside:
         self.do(lambda: torch.mm(dy.t(), x, out=gradient), dy, x)
 
     def do(self, work: Callable[[], object], *used: Tensor) -> None:
-        """What has been begun so far is done before it. `used` stays as it is until then."""
+        """What has been begun so far is done before it. The memory of `used` is kept; nobody may write to it before the next block has
+        ended, and nobody reads what is made before the pass has."""
         if not used[0].is_cuda:
             work()
             return
@@ -59,9 +60,10 @@ class Aside:
 
     def join(self) -> None:
         """Lets the main stream wait for all that was begun; also where a pass broke off, since a capture ends with one stream."""
-        if self._stream is not None and (self._used or self._before is not None):
+        begun = self._used or self._before is not None
+        self._used, self._before = [], None  # first: after a capture that failed, waiting does too
+        if self._stream is not None and begun:
             torch.cuda.current_stream().wait_stream(self._stream)
-        self._used, self._before = [], None
 
 
 class WrittenBlock:
@@ -86,15 +88,21 @@ class WrittenBlock:
         return Passes.apply(x, places, self, *gains, block.feedforward.slope)
 
 
-def can_be_written(block: nn.Module) -> bool:
-    """Is it a shaped one, whose weights have gradients of their own, and queries, keys and values one product?"""
-    if not isinstance(block, ShapedTransformerBlock):
+def can_be_written(blocks: Sequence[nn.Module]) -> bool:
+    """Are all of them shaped ones, with weights and gains of their own, and one product for queries, keys and values?"""
+    if not all(isinstance(block, ShapedTransformerBlock) and _is_simple(block) for block in blocks):
         return False
+    trained = [id(gain) for block in blocks for gain in block.parameters() if gain.numel() == 1]
+    return len(set(trained)) == len(trained)  # what two blocks share autograd adds up, before it is made
+
+
+def _is_simple(block: ShapedTransformerBlock) -> bool:
     attention, feedforward = block.attention, block.feedforward
     matrices = (attention.together, attention.output, feedforward.pre, feedforward.post)
     if attention.shaping is None or feedforward.slope is None or not all(isinstance(matrix, Product) for matrix in matrices):
         return False
-    return feedforward.slope.requires_grad or feedforward.start >= 0.0  # the sign of what goes in is read from what comes out
+    learns = {gain.requires_grad for gain in (*attention.shaping.scalars(), feedforward.slope)}
+    return learns == {True} or (learns == {False} and feedforward.start >= 0.0)  # the sign of what goes in is read from what comes out
 
 
 def feeding(x: Tensor, weight: Tensor) -> Any:
@@ -110,14 +118,18 @@ def feeding(x: Tensor, weight: Tensor) -> Any:
 
 @cache
 def is_hopper(device: int) -> bool:
-    """With a Triton that reads and writes tiles as that GPU can."""
-    return torch.cuda.get_device_capability(device)[0] == 9 and find_spec("triton.tools.tensor_descriptor") is not None
+    """With a Triton like those that this has been tried with."""
+    import triton
+
+    return torch.cuda.get_device_capability(device)[0] == 9 and [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 6]
 
 
 GAINS, SLOPE = 3, 9  # where they begin among the arguments of what follows, and the last of them
 
 
 class Passes(torch.autograd.Function):
+    """Eq. shaped_transformer and its gradients. Those of the weights are written where their `Product` has them."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor | None, written: WrittenBlock, *gains: Tensor) -> Tensor:
         from shaped.nn import short_kernels
@@ -147,7 +159,8 @@ class Passes(torch.autograd.Function):
         try:
             return Passes.gradients(ctx, dy)
         except BaseException:
-            ctx.written.aside.join()
+            with suppress(RuntimeError):  # of which there has been one already
+                ctx.written.aside.join()
             raise
 
     @staticmethod

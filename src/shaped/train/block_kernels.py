@@ -75,7 +75,7 @@ def relu_backward_kernel(
 @triton.jit
 @no_type_check
 def sums_kernel(terms_ptr, sums_ptr, apart, of_tokens, of_hidden, of_queries, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
+    row = tl.program_id(0)  # as in `Terms`
     size = tl.where(row < 2, of_tokens, tl.where((row == 2) | (row == 4), of_hidden, of_queries))
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
@@ -97,7 +97,7 @@ def add(x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor | None) -> Tensor:
 
 
 def add_backward(g: Tensor, x: Tensor, lam: Tensor, gamma: Tensor | None, lam_terms: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the branch."""
+    """The gradients of x and of the branch; without gamma the second is g itself."""
     dx, dbranch = torch.empty_like(g), g if gamma is None else torch.empty_like(g)
     with torch.cuda.device_of(g):
         add_backward_kernel[(programs(g),)](g, x, lam, gamma, dx, dbranch, lam_terms, g.numel(), BLOCK, num_warps=8)

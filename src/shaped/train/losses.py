@@ -18,8 +18,8 @@ COMPILE = ("off", "blocks", "whole")
 class Loss(nn.Module, ABC):
     """A loss in three parts, each of which can be compiled by itself: embedding, blocks, head.
 
-    All blocks share one compiled program when they are compiled one by one, so that depth costs no time at the start. `stream` is the
-    precision of the tokens between the blocks.
+    When blocks are compiled one by one, all but the last share one program, so that depth costs no time at the start; shaped blocks are
+    written out instead where they can be. `stream` is the precision of the tokens between the blocks.
     """
 
     def __init__(self, model: nn.Module, body: ShapedModel, compile: str = "off", stream: torch.dtype = torch.float32):
@@ -29,7 +29,7 @@ class Loss(nn.Module, ABC):
         self.embedding, self.final = body.embedding, body.norm
         run = (lambda part: torch.compile(part, dynamic=False, fullgraph=True)) if compile == "blocks" else (lambda part: part)
         blocks: list[Any] = [layer.block for layer in body.layers]
-        if compile == "blocks" and all(can_be_written(block) for block in blocks):
+        if compile == "blocks" and can_be_written(blocks):
             aside = Aside()
             blocks = [WrittenBlock(block, run(block), aside, last=block is blocks[0]) for block in blocks]
         else:

@@ -206,21 +206,22 @@ class Run:
     def _advance(self, show: Callable[..., None]) -> None:
         """To the next step at which something is to be done, or to the end of a chunk."""
         settings, began = self.settings, time.monotonic()
-        intervals = (settings.log_every, settings.evaluate_every, settings.observe_every, settings.checkpoint_every)
+        intervals = (settings.evaluate_every, settings.observe_every, settings.checkpoint_every)
         count = min(self.how.chunk, settings.steps - self.step, *(every - self.step % every for every in intervals))
         batches = self.batches.chunk(self.step, count)
         losses = self.stepper.run(batches, self.plan)
         if self.stepper.step != self.step + count:
             self._report_divergence(batches, losses)
-        self.step += count
-        self.stepper.set_share(self.plan.share(self.step))  # looks, test losses and checkpoints see the model as the next step would
-        self._losses = [*self._losses, *losses][-settings.log_every :]
         seconds = time.monotonic() - began
         tokens = count * settings.batch * self.data.length / seconds
+        for loss in losses:
+            self.step += 1
+            self._losses = [*self._losses, loss][-settings.log_every :]
+            if self.step % settings.log_every == 0 or self.step == settings.steps:
+                self._write_losses(tokens_per_second=tokens)
+        self.stepper.set_share(self.plan.share(self.step))  # looks, test losses and checkpoints see the model as the next step would
         show(self.step, losses[-1], tokens)
         last = self.step == settings.steps
-        if self.step % settings.log_every == 0 or last:
-            self._write_losses(tokens_per_second=tokens)
         if self.step % settings.observe_every == 0 or last:
             ids = self.test.chunk(0, 1)[0][0, :OBSERVED_ROWS]
             self._write("layers", **diagnostics.observe(self.model, ids, self.stepper.gradients()))

@@ -279,10 +279,11 @@ class Stepper:
         return loss.detach()
 
     def _give_up_compiling(self, error: Exception) -> None:
-        """Goes on without, if it is the compiler that failed."""
+        """Goes on without, if it is a compiler that failed, PyTorch's or Triton."""
         from torch._dynamo.exc import TorchDynamoException  # seconds to import, and needed here alone
 
-        if self.loss is self.eager_loss or not isinstance(error, TorchDynamoException):
+        ours = type(error).__module__.startswith("triton.")  # which need not be there to be imported
+        if self.loss is self.eager_loss or not (ours or isinstance(error, TorchDynamoException)):
             raise error
         self.loss, self._adam = self.eager_loss, adam
         self.say(f"not compiled, which is slower: {' '.join(str(error).split())[:200]}")
