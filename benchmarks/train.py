@@ -1,6 +1,6 @@
 """The training step: milliseconds, TFLOP/s and the share of the device's bf16 matrix rate, all in one run.
 
-    python benchmarks/train.py [--compile blocks,whole] [--stream float32,bf16] [--steps 200] [--profile] [--out FILE]
+    python benchmarks/train.py [--models recover,preln] [--compile blocks,whole] [--stream float32,bf16] [--profile] [--out FILE]
 
 Shaped (Recover and Learn), Pre-LN, and transformers' BertForMaskedLM, compiled: depth 18, width 768, 8 heads, 32 rows of 128 tokens, a
 vocabulary of 32,000, bf16 on a GPU. On a CPU everything is smaller. The models of this package compute the last feed-forward branch and the
@@ -227,7 +227,7 @@ def profile(stepper: Stepper, batches: Batches, plan: Plan, steps: int = 4) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", default="blocks,whole", help="which ways to compile are tried")
+    parser.add_argument("--compile", default="blocks", help="blocks, whole, or both with a comma")
     parser.add_argument("--models", default="recover,learn,preln,bert-graphs,bert")
     parser.add_argument("--attention", default="auto", help="auto, flash, cudnn, efficient or math")
     parser.add_argument("--stream", default="bf16", help="tokens between the blocks: float32, bf16, or both with a comma")

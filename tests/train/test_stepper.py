@@ -191,6 +191,22 @@ def test_what_cannot_be_compiled_is_launched_and_said(monkeypatch: pytest.Monkey
     assert "this compiler knows nothing" in said[0]
 
 
+def test_what_triton_cannot_compile_is_launched_and_said():
+    """Written blocks are not seen by PyTorch's compiler."""
+    error = type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})
+    made, eager, said = model(), model(), []
+    stepper = Stepper(made, MaskedLoss, How(CPU), said.append)
+
+    def failing(*batch: torch.Tensor) -> torch.Tensor:
+        raise error("no such instruction")
+
+    stepper.loss = failing
+    losses = stepper.run(batches().chunk(0, 4), plan(made))
+    assert losses == Stepper(eager, MaskedLoss, How(CPU)).run(batches().chunk(0, 4), plan(eager))
+    assert len(said) == 1
+    assert "no such instruction" in said[0]
+
+
 class NoStream:
     def __init__(self, priority: int = 0):
         pass
