@@ -101,13 +101,13 @@ def feed_backward_kernel(
     x = x.load([i * TILE, j * TILE])
     if gamma_terms_ptr is not None:
         product = dy * x.to(tl.float32)
-        all = tl.sum(product)
+        total = tl.sum(product)
         if not BENT:
             down = tl.sum(tl.where(x > 0, 0.0, product))
-            all += (slope - 1.0) * down
+            total += (slope - 1.0) * down
             if slope_terms_ptr is not None:
                 tl.store(slope_terms_ptr + tl.program_id(0), gamma * down)
-        tl.store(gamma_terms_ptr + tl.program_id(0), all)
+        tl.store(gamma_terms_ptr + tl.program_id(0), total)
     dx.store([i * TILE, j * TILE], (dy * tl.where(x > 0, gamma, gamma * slope)).to(dx.dtype))
 
 
