@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from shaped.train.block_kernels import slopes
+
 TILE, DEEP, GROUP = 128, 64, 8  # rows and columns of a tile, what is added up at a time, rows of tiles that share what they read
 
 
@@ -41,7 +43,7 @@ def halves(x):
 def bend(x, row, column, hidden, out, slope):
     if hidden is not None:
         hidden.store([row, column], x.to(out.dtype))
-    out.store([row, column], (x * tl.where(x > 0, 1.0, slope)).to(out.dtype))
+    out.store([row, column], (x * slopes(x, 1.0, slope)).to(out.dtype))
 
 
 @triton.jit
@@ -103,12 +105,12 @@ def feed_backward_kernel(
         product = dy * x.to(tl.float32)
         total = tl.sum(product)
         if not BENT:
-            down = tl.sum(tl.where(x > 0, 0.0, product))
+            down = tl.sum(product * slopes(x, 0.0, 1.0))
             total += (slope - 1.0) * down
             if slope_terms_ptr is not None:
                 tl.store(slope_terms_ptr + tl.program_id(0), gamma * down)
         tl.store(gamma_terms_ptr + tl.program_id(0), total)
-    dx.store([i * TILE, j * TILE], (dy * tl.where(x > 0, gamma, gamma * slope)).to(dx.dtype))
+    dx.store([i * TILE, j * TILE], (dy * slopes(x, gamma, gamma * slope)).to(dx.dtype))
 
 
 def programs(x: Tensor) -> int:

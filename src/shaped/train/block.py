@@ -124,6 +124,7 @@ def is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 6]
 
 
+NAMES = ("lam_attention", "gamma_attention", "gamma1", "gamma2", "lam_feedforward", "gamma_feedforward", "slope")
 GAINS, SLOPE = 3, 9  # where they begin among the arguments of what follows, and the last of them
 
 
@@ -174,31 +175,35 @@ class Passes(torch.autograd.Function):
         attention, feedforward = block.attention, block.feedforward
         shaping = ctx.needs_input_grad[SLOPE]
         feed = feeding(middle, feedforward.pre.weight)
-        sizes = kernels.programs(tokens), feed.programs(hidden), lse.numel()
-        terms = kernels.Terms(sizes, shaping, rows.device) if any(ctx.needs_input_grad[GAINS:]) else None
-        of_lam1, of_lam2, of_gam2, of_gam1, of_slope, of_one, of_two = [None] * 7 if terms is None else terms.rows
+        terms = None
+        if any(ctx.needs_input_grad[GAINS:]):
+            terms = kernels.Terms(kernels.programs(tokens), feed.programs(hidden), lse.numel(), shaping, rows.device)
+        of = dict.fromkeys(kernels.SOURCES) if terms is None else terms.of
 
         # The feed-forward branch. What goes past it, dx, is where the product that comes out of it is added.
         g = dy.contiguous().flatten(0, -2)
-        dx, dbranch = kernels.add_backward(g, middle, lam_feedforward, gamma_feedforward, of_lam2)
+        dx, dbranch = kernels.add_backward(g, middle, lam_feedforward, gamma_feedforward, of["lam_feedforward"])
         aside.product(dbranch, bent, feedforward.post.gradient)
-        dhidden = feed.feed_backward(g, feedforward.post.weight, hidden, not shaping, slope, gamma_feedforward, of_gam2, of_slope)
+        dhidden = feed.feed_backward(
+            g, feedforward.post.weight, hidden, not shaping, slope, gamma_feedforward, of["gamma_feedforward"], of["slope"]
+        )
         aside.product(dhidden, middle, feedforward.pre.gradient)
         dx.addmm_(dhidden, feedforward.pre.weight)
 
         g = dx
-        dx, _ = kernels.add_backward(g, tokens, lam_attention, None, of_lam1)
+        dx, _ = kernels.add_backward(g, tokens, lam_attention, None, of["lam_attention"])
         aside.product(g, mixed, attention.output.gradient)
         dmixed = torch.mm(g, attention.output.weight)
         if at is not None:
             dx, dmixed = (torch.zeros_like(rows).index_add_(0, at, part) for part in (dx, dmixed))
         dbeside = short_kernels.backward(
-            dmixed, beside, lse, gamma1, gamma2, attention.heads, attention.scale, of_one, of_two, gamma_attention, of_gam1
-        ).flatten(0, -2)
+            dmixed, beside, lse, gamma1, gamma2, attention.heads, attention.scale,
+            of["gamma1"], of["gamma2"], gamma_attention, of["gamma_attention"],
+        ).flatten(0, -2)  # fmt: skip
         aside.product(dbeside, rows, attention.together.gradient)
         dx.addmm_(dbeside, attention.together.weight)
         if terms is not None:
             aside.do(terms.add, terms.terms, terms.out)
         aside.end_of_block(ctx.written.last)
-        lam1, lam2, gam2, gam1, bend, one, two = [None] * 7 if terms is None else terms.sums
-        return dx.unflatten(0, beside.shape[:-1]), None, None, lam1, gam1, one, two, lam2, gam2, bend
+        sums = of if terms is None else terms.sums
+        return dx.unflatten(0, beside.shape[:-1]), None, None, *(sums[name] for name in NAMES)

@@ -53,9 +53,16 @@ def add_backward_kernel(g_ptr, x_ptr, lam_ptr, gamma_ptr, dx_ptr, dbranch_ptr, l
 
 @triton.jit
 @no_type_check
+def slopes(x, up, down):
+    """Of the ReLU at x: `up` where it is positive, `down` elsewhere."""
+    return tl.where(x > 0, up, down)
+
+
+@triton.jit
+@no_type_check
 def relu_kernel(x_ptr, slope_ptr, out_ptr, size, BLOCK: tl.constexpr):
     x = read(x_ptr, size, BLOCK)
-    write(out_ptr, tl.where(x > 0, x, tl.load(slope_ptr) * x), size, BLOCK)
+    write(out_ptr, x * slopes(x, 1.0, tl.load(slope_ptr)), size, BLOCK)
 
 
 @triton.jit
@@ -65,23 +72,36 @@ def relu_backward_kernel(
 ):  # fmt: skip
     g, x, slope, gamma = read(g_ptr, size, BLOCK), read(x_ptr, size, BLOCK), tl.load(slope_ptr), tl.load(gamma_ptr)
     if gamma_terms_ptr is not None:
-        tl.store(gamma_terms_ptr + tl.program_id(0), tl.sum(g * (x if BENT else tl.where(x > 0, x, slope * x)), 0))
-    g *= gamma
+        tl.store(gamma_terms_ptr + tl.program_id(0), tl.sum(g * (x if BENT else x * slopes(x, 1.0, slope)), 0))
     if slope_terms_ptr is not None:
-        tl.store(slope_terms_ptr + tl.program_id(0), tl.sum(tl.where(x > 0, 0.0, g * x), 0))
-    write(dx_ptr, tl.where(x > 0, g, slope * g), size, BLOCK)
+        tl.store(slope_terms_ptr + tl.program_id(0), gamma * tl.sum(g * x * slopes(x, 0.0, 1.0), 0))
+    write(dx_ptr, g * slopes(x, gamma, gamma * slope), size, BLOCK)
 
 
 @triton.jit
 @no_type_check
 def sums_kernel(terms_ptr, sums_ptr, apart, of_tokens, of_hidden, of_queries, BLOCK: tl.constexpr):
-    row = tl.program_id(0)  # as in `Terms`
+    """Of all rows of `Terms` in one launch, each of its own length."""
+    row = tl.program_id(0)
     size = tl.where(row < 2, of_tokens, tl.where((row == 2) | (row == 4), of_hidden, of_queries))
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         total += tl.load(terms_ptr + row * apart + at, mask=at < size, other=0.0)
     tl.store(sums_ptr + row, tl.sum(total, 0))
+
+
+# The gains of a block and where the terms of their gradients come from, in the order in which `sums_kernel` has their rows. The last three
+# are the shaping.
+SOURCES = {
+    "lam_attention": "tokens",
+    "lam_feedforward": "tokens",
+    "gamma_feedforward": "hidden",
+    "gamma_attention": "queries",
+    "slope": "hidden",
+    "gamma1": "queries",
+    "gamma2": "queries",
+}
 
 
 def programs(x: Tensor) -> int:
@@ -128,19 +148,18 @@ def feed_backward(
 
 
 class Terms:
-    """Of the gradients of a block's gains, a row each: lambda of attention and of feed-forward, gamma of feed-forward and of attention; if
-    `shaping`, also the slope, gamma1 and gamma2.
+    """Of the gradients of a block's gains, and their sums, by name; None for the shaping unless that is wanted.
 
-    `sizes`: how many there are that come from the tokens, the hidden features, the queries.
+    Args:
+        tokens, hidden, queries: how many terms a gain has that comes from these.
     """
 
-    def __init__(self, sizes: tuple[int, int, int], shaping: bool, device: torch.device):
-        self.sizes = sizes
-        self.terms = torch.empty(7 if shaping else 4, max(sizes), device=device)
-        self.rows: list[Tensor | None] = [*self.terms, *[None] * (7 - len(self.terms))]
-
+    def __init__(self, tokens: int, hidden: int, queries: int, shaping: bool, device: torch.device):
+        self.sizes = tokens, hidden, queries
+        self.terms = torch.empty(len(SOURCES) if shaping else len(SOURCES) - 3, max(self.sizes), device=device)
         self.out = self.terms.new_empty(len(self.terms), 1)
-        self.sums: list[Tensor | None] = [*self.out, *[None] * (7 - len(self.out))]
+        self.of: dict[str, Tensor | None] = dict.fromkeys(SOURCES) | dict(zip(SOURCES, self.terms, strict=False))
+        self.sums: dict[str, Tensor | None] = dict.fromkeys(SOURCES) | dict(zip(SOURCES, self.out, strict=False))
 
     def add(self) -> None:
         with torch.cuda.device_of(self.out):
