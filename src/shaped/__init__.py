@@ -16,7 +16,10 @@ from shaped.layers import ReLUFeedForward as ReLUFeedForward
 from shaped.layers import ShapedAttention as ShapedAttention
 from shaped.layers import ShapedFeedForward as ShapedFeedForward
 from shaped.layers import ShapedPerceptron as ShapedPerceptron
+from shaped.layers import alibi as alibi
 from shaped.limit import solve as solve
+from shaped.stepping import StepEffect as StepEffect
+from shaped.stepping import StepWarning as StepWarning
 from shaped.trajectory import Trajectory as Trajectory
 
 __version__ = "0.1.0"

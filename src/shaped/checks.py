@@ -36,6 +36,13 @@ def whole_numbers(name: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"{name} must be whole numbers separated by commas, got {text!r}") from None
 
 
+def truth(name: str, value: Any) -> bool:
+    """The value, if it is True or False: what is only like one of them may be taken for either."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
 def in_range(name: str, value: Any, low: float, high: float) -> float:
     """The value as a float in [low, high]."""
     if not low <= _float(name, value) <= high:
@@ -53,6 +60,11 @@ def finite(name: str, value: Any) -> float:
     if not abs(_float(name, value)) <= HUGE:
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
+
+
+def slope(name: str, value: Any) -> float:
+    """The value as a float that single precision can square."""
+    return in_range(name, value, -1e18, 1e18)
 
 
 def _float(name: str, value: Any) -> float:

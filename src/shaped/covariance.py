@@ -9,13 +9,17 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from shaped.checks import finite, positive, usable, whole_number
+from shaped.checks import as_tensor, finite, positive, usable, whole_number
 
 Matrix = Float[Tensor, "*batch m m"]
 
 
 def gram(X: Float[Tensor, "*batch m n"]) -> Matrix:
     r"""The neural covariance $V = X X^\top / n$ (Sec. 2, "Neural Covariance")."""
+    X = as_tensor("X", X)
+    if X.ndim < 2 or 0 in X.shape[-2:]:
+        raise ValueError(f"X must be tokens, [..., m, n], got shape {tuple(X.shape)}")
+    check_floating(X, "X")
     return X @ X.mT / X.shape[-1]
 
 
@@ -24,6 +28,8 @@ def correlation(V: Matrix) -> Matrix:
 
     A token of length zero points nowhere: its correlation with every other token is 0.
     """
+    V = as_tensor("V", V)
+    check_square(V, "V")
     inverse_length = V.diagonal(dim1=-2, dim2=-1).rsqrt()
     inverse_length = torch.where(inverse_length.isfinite(), inverse_length, 0.0)
     rho = (V * inverse_length[..., :, None] * inverse_length[..., None, :]).clamp(-1.0, 1.0)
@@ -41,8 +47,8 @@ def equicorrelated(
 ) -> Float[Tensor, "m m"]:
     """m tokens of equal variance, each pair with correlation rho: the start of every figure of the paper."""
     m, rho, variance = whole_number("m", m), finite("rho", rho), positive("variance", variance)
-    if not dtype.is_floating_point:
-        raise ValueError(f"dtype must be of floating point numbers, got {dtype}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be one of floating point numbers, such as torch.float64, got {dtype}")
     least = -1.0 / (m - 1) if m > 1 else -1.0
     if not least <= rho <= 1.0:
         raise ValueError(f"rho must lie in [-1/(m-1), 1] = [{least:.4g}, 1] for m = {m} tokens, got {rho}")
@@ -57,6 +63,7 @@ def equicorrelated(
 # Up to this many tokens, sums of outer products over the whole batch beat batched BLAS and LAPACK on the CPU: twofold at 4 tokens
 # where the samples lie next to each other in memory (`batch_innermost`), as the solver keeps them.
 FEW = 7
+SMALL = 1024  # numbers in a batch below which one call to BLAS beats the loop's many
 
 
 def batch_innermost(V: Shaped[Tensor, "batch m k"]) -> Shaped[Tensor, "batch m k"]:
@@ -71,7 +78,7 @@ def laid_out_like(V: Shaped[Tensor, "batch m k"], like: Shaped[Tensor, "batch _ 
 
 def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) -> Float[Tensor, "*batch m l"]:
     """A @ B, fast for many small matrices too."""
-    if A.shape[-1] > FEW:
+    if A.shape[-1] > FEW or A.numel() < SMALL:
         return A @ B
     total = A[..., :, :1] * B[..., :1, :]
     for k in range(1, A.shape[-1]):
@@ -96,7 +103,7 @@ def factor(V: Matrix) -> Matrix:
     errors in V are that large. A matrix that is not finite gets a factor that is not finite.
     """
     unit = 4 * V.shape[-1] * torch.finfo(V.dtype).eps
-    if V.shape[-1] <= FEW:
+    if V.shape[-1] <= FEW and V.numel() >= SMALL:
         return _cholesky_by_columns(V, unit)
     L, info = torch.linalg.cholesky_ex(V)
     pivots = L.diagonal(dim1=-2, dim2=-1).square()
@@ -159,8 +166,12 @@ def vech(V: Matrix) -> Float[Tensor, "*batch p"]:
 def check_square(V: Tensor, name: str) -> None:
     if V.ndim < 2 or V.shape[-1] != V.shape[-2] or 0 in V.shape:
         raise ValueError(f"{name} must be square, [..., m, m], got shape {tuple(V.shape)}")
-    if not V.dtype.is_floating_point:
-        raise ValueError(f"{name} must hold floating point numbers, got {V.dtype}")
+    check_floating(V, name)
+
+
+def check_floating(x: Tensor, name: str) -> None:
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{name} must hold floating point numbers, got {x.dtype}")
 
 
 def check_covariance(V: Tensor, name: str = "V0") -> None:

@@ -40,6 +40,8 @@ class Process(ABC, Generic[S]):
 
     kind: ClassVar[str]
     """Its name; processes of different kinds draw different random numbers from the same seed."""
+    together: ClassVar[int] = 1
+    """Blocks hold a multiple of so many paths."""
 
     @abstractmethod
     def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> S: ...
@@ -132,7 +134,7 @@ def run(
     chunk: int | None,
     executor: Executor | None,
     progress: bool | None,
-    info: dict[str, str | int | float],
+    info: dict[str, Any],
     event: str | None = None,
 ) -> Trajectory:
     """Simulates `samples` paths of `process` over `steps` steps of length `dt`, from V0."""
@@ -149,7 +151,7 @@ def run(
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise ValueError(f"executor must have a method submit, as those of concurrent.futures have, got {type(executor).__name__}")
 
-    size = block_size(process.entries(m), where)
+    size = max(process.together, block_size(process.entries(m), where))
     V = allocated((len(kept), count, m, m), dtype, where)
     stopped = torch.empty(count, dtype=torch.float64)
     events = 0
@@ -325,7 +327,7 @@ def checked_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Ten
     indefinite = least < -8 * V0.shape[-1] * torch.finfo(V0.dtype).eps
     if indefinite.any():
         root = eigen_factor(V0)
-        V0 = torch.where(indefinite, root @ root.mT, V0)
+        V0 = torch.where(indefinite, symmetrised(root @ root.mT), V0)
     cast = V0.to(dtype)
     if not cast.isfinite().all():
         raise ValueError(f"V0 must fit into {dtype}, got an entry {V0.abs().max().item():.3g}")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Calls `write` with an open file that becomes `path` only once it is complete; an interrupted run leaves nothing behind."""
@@ -63,3 +65,19 @@ def entries(name: str, value: Any, **kinds: Any) -> dict[str, Any]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, lambda file: file.write((json.dumps(value, indent=1, allow_nan=False) + "\n").encode()))
+
+
+def read_array(path: Path, name: str, most: int) -> np.ndarray:
+    """The array of at most so many numbers in a .npy file that the argument of this name asks for."""
+    try:
+        size = path.stat().st_size
+        if size > 16 * most + 4096:
+            raise ValueError(f"it has {size} bytes, more than {most} numbers take")
+        with path.open("rb") as file:
+            array = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        said = " ".join(str(getattr(error, "strerror", None) or error).split())[:120]
+        raise ValueError(f"{name} must be an array in a .npy file, got {path}: {said}") from None
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "bfiu":
+        raise ValueError(f"{name} must be an array of numbers or booleans, got another content in {path}")
+    return array

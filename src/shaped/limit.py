@@ -10,15 +10,16 @@ from operator import add
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from shaped import engine
-from shaped.checks import positive, whole_number
-from shaped.covariance import Point
+from shaped.checks import as_tensor, positive, whole_number
+from shaped.covariance import Point, laid_out_like
 from shaped.layers.base import Layer, check_layer
 from shaped.layers.terms import Term
-from shaped.randomness import Stream
+from shaped.randomness import Normals, Recorded, Summed
+from shaped.stepping import PAIRS, StepEffect, warn_of_step
 from shaped.trajectory import Trajectory
 
 Paths = Bool[Tensor, " batch"]
@@ -32,7 +33,7 @@ class ConeSteps(engine.PointProcess):
     terms: tuple[Term, ...]
     h: float
 
-    def step(self, state: Point, stream: Stream) -> tuple[Point, None]:
+    def step(self, state: Point, stream: Normals) -> tuple[Point, None]:
         for term in self.terms:
             state = term.move(state, self.h, stream)
         return Point(matrix=state.V), None
@@ -46,20 +47,54 @@ class EulerSteps(engine.PointProcess):
     terms: tuple[Term, ...]
     h: float
 
-    def step(self, state: Point, stream: Stream) -> tuple[Point, Paths]:
+    def step(self, state: Point, stream: Normals) -> tuple[Point, Paths]:
         drift = reduce(add, (term.drift(state.V) for term in self.terms))
         noise = reduce(add, (term.noise(state, stream) for term in self.terms))
         V = state.V + self.h * drift + math.sqrt(self.h) * noise
-        finite = V.isfinite().all(-1).all(-1)[:, None, None]
-        values, vectors = torch.linalg.eigh(torch.where(finite, V, 0.0))
-        outside = values[:, 0] < 0.0
+        values, vectors, found = eigenvalues(V)
+        outside = found & (values[:, 0] < 0.0)
         if outside.any():
             root = vectors * values.clamp(min=0.0).sqrt()[:, None, :]
             V = torch.where(outside[:, None, None], root @ root.mT, V)
-        return Point(matrix=torch.where(finite, V, math.nan)), outside
+        return Point(matrix=torch.where(found[:, None, None], V, math.nan)), outside
+
+
+def eigenvalues(V: Float[Tensor, "batch m m"]) -> tuple[Float[Tensor, "batch m"], Float[Tensor, "batch m m"], Paths]:
+    """Eigenvalues, eigenvectors, and of which paths there are any: V may be not finite, and LAPACK may fail on one path of many."""
+    finite = V.isfinite().all(-1).all(-1)
+    V = torch.where(finite[:, None, None], V, 0.0)
+    try:
+        return *torch.linalg.eigh(V), finite
+    except torch.linalg.LinAlgError:
+        if len(V) == 1:
+            return V[:, 0], V, torch.zeros_like(finite)
+        one, other = (eigenvalues(half) for half in V.tensor_split(2))
+        values, vectors, found = (torch.cat(parts) for parts in zip(one, other, strict=True))
+        return values, vectors, found & finite
+
+
+@dataclass(frozen=True, eq=False)
+class HalvedSteps(engine.PointProcess):
+    """Pairs of paths, driven by the same noise as far as it can be: one takes a step, the other two of half the length."""
+
+    kind: ClassVar[str] = "halved"
+    together: ClassVar[int] = 2
+    whole: engine.PointProcess
+    half: engine.PointProcess
+
+    def step(self, state: Point, stream: Normals) -> tuple[Point, None]:
+        fine = Point(matrix=laid_out_like(state.V[1::2], state.V))
+        halves = Recorded(stream), Recorded(stream)
+        for normals in halves:
+            fine, _ = self.half.step(fine, normals)
+        coarse, _ = self.whole.step(Point(matrix=laid_out_like(state.V[::2], state.V)), Summed(stream, *halves))
+        V = torch.empty_like(state.V)
+        V[::2], V[1::2] = coarse.V, fine.V
+        return Point(matrix=V), None
 
 
 MOST_STEPS = 10**9
+COARSEST = 0.01  # the longest step that is taken by default
 METHODS: dict[str, Callable[[tuple[Term, ...], float], engine.PointProcess]] = {"cone": ConeSteps, "euler": EulerSteps}
 
 
@@ -80,6 +115,7 @@ def solve(
     chunk: int | None = None,
     executor: engine.Executor | None = None,
     progress: bool | None = None,
+    check: bool | None = None,
 ) -> Trajectory:
     r"""Samples paths of $dV = b(V)\,dt + \Sigma(V)^{1/2}\,dB$ from V0 to time T = depth/width.
 
@@ -87,7 +123,8 @@ def solve(
         layer: a layer or chain with a limit.
         V0: [m, m], or [samples, m, m] for a start of its own for each path.
         T: the horizon, depth/width.
-        steps: number of time steps; by default as many as make a step at most 0.01.
+        steps: number of time steps; by default as many as make a step at most 0.01, and short enough for the layer's weights and
+            activations with so many tokens. A path on which attention is fast, because its tokens are long, takes a step in parts.
         samples: number of paths; by default the number of matrices in V0.
         seed: the same seed gives the same numbers, whatever the chunk size or the number of workers.
         method: "cone" (default; stays positive semi-definite at any step size) or "euler" (with projection; `info["projections"]`
@@ -99,28 +136,47 @@ def solve(
         chunk: number of samples that a worker takes at a time, rounded to whole blocks; without an executor it has no meaning.
         executor: anything like a concurrent.futures.Executor; samples are then simulated there (see `shaped.workers`).
         progress: show a bar on standard error: None for work of over a second, True, False. Never where that is not a terminal.
+        check: estimate what the step does to the law, by halving it on one of 32 samples: `info["step_effect"]`. A `StepWarning` says so
+            where that is more than the sampling error. By default where `steps` is left out and there are at least 512 samples.
     """
     check_layer(layer)
     T = positive("T", T)
-    steps = whole_number("steps", max(1, math.ceil(100 * T)) if steps is None else steps, most=MOST_STEPS)
+    chosen = steps is None
+    m = (as_tensor("V0", V0).shape or (0,))[-1]
+    steps = whole_number("steps", default_steps(layer, m, T) if steps is None else steps, most=MOST_STEPS)
     if not (isinstance(method, str) and method in METHODS):
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
-    h = T / steps
-    return engine.run(
-        METHODS[method](layer.terms, h),
-        V0,
-        steps=steps,
-        dt=h,
-        samples=samples,
-        seed=seed,
-        record=record,
-        upper=upper,
-        lower=lower,
-        device=device,
-        dtype=dtype,
-        chunk=chunk,
-        executor=executor,
-        progress=progress,
-        info={"method": method, "steps": steps},
-        event="projections" if method == "euler" else None,
-    )
+    if check is not None and not isinstance(check, bool):
+        raise ValueError(f"check must be True, False or None, got {check!r}")
+    h, terms = T / steps, layer.terms
+    how: dict[str, Any] = {
+        "steps": steps,
+        "dt": h,
+        "seed": seed,
+        "upper": upper,
+        "lower": lower,
+        "device": device,
+        "dtype": dtype,
+        "chunk": chunk,
+        "executor": executor,
+        "progress": progress,
+    }
+    event = "projections" if method == "euler" else None
+    made = METHODS[method]
+    info = {"method": method, "steps": steps}
+    paths = engine.run(made(terms, h), V0, samples=samples, record=record, info=info, event=event, **how)
+    count = paths.V.shape[1] // 32
+    if check or (check is None and chosen and count >= 16):
+        count = max(count, min(PAIRS, paths.V.shape[1]))
+        starts = engine.checked_start(V0, samples, dtype)[:count].repeat_interleave(2, 0)
+        pairs = engine.run(HalvedSteps(made(terms, h), made(terms, h / 2)), starts, samples=None, record="last", info={}, **how)
+        effect = StepEffect.of(pairs)
+        warn_of_step(effect, paths, steps)
+        paths.info["step_effect"] = effect
+    return paths
+
+
+def default_steps(layer: Layer, m: int, T: float) -> int:
+    """As many as make a step at most 0.01, and less where the layer's terms want that with m tokens, down to 0.01/16."""
+    longest = min(COARSEST, *(term.longest(m) for term in layer.terms))
+    return max(1, math.ceil(T / max(longest, COARSEST / 16) - 1e-9))

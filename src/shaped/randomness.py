@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 
@@ -15,19 +16,70 @@ class Normals(ABC):
     """A source of independent standard normal numbers."""
 
     @abstractmethod
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal numbers."""
+
+    def apart(self) -> Normals:
+        """A source for what only some samples need: it has nothing to do with what the others draw."""
+        return self
+
     def square(self, L: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch k k"]:
         """Square matrices for a product with L from the right."""
+        return self.matrices(L, L.shape[-1], L.shape[-1])
+
+    def matrices(self, like: Float[Tensor, "*batch _ _"], rows: int, columns: int) -> Float[Tensor, "*batch {rows} {columns}"]:
+        """Matrices of normals, one for each sample of `like`, with the samples where `like` has them in memory."""
+        if like.ndim == 3 and like.stride(0) == 1:
+            return self.normal(rows, columns, len(like)).permute(2, 0, 1)
+        return self.normal(*like.shape[:-2], rows, columns)
+
+    def triangles(self, like: Float[Tensor, "batch _ _"], size: int) -> Float[Tensor, "batch {size} {size}"]:
+        """Lower triangular matrices of normals, one for each sample of `like`, with the samples where `like` has them in memory."""
+        below = torch.tril_indices(size, size, device=like.device)
+        T = like.new_zeros(size * size, len(like))
+        T.index_copy_(0, size * below[0] + below[1], self.normal(below.shape[1], len(like)))
+        T = T.view(size, size, len(like)).permute(2, 0, 1)
+        return T if like.stride(0) == 1 else T.contiguous()
 
 
 class GeneratorNormals(Normals):
-    """Normals from a torch.Generator that the caller owns."""
+    """Normals from a torch.Generator that the caller owns, in the precision of `like`."""
 
-    def __init__(self, generator: torch.Generator):
-        self._generator = generator
+    def __init__(self, generator: torch.Generator, like: Tensor):
+        self._generator, self._dtype = generator, like.dtype
 
-    def square(self, L: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch k k"]:
-        shape = (*L.shape[:-2], L.shape[-1], L.shape[-1])
-        return torch.randn(shape, generator=self._generator, dtype=L.dtype, device=L.device)
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=self._dtype, device=self._generator.device)
+
+
+class Recorded(Normals):
+    """The normals of a source, which are kept in the order in which they were drawn."""
+
+    def __init__(self, source: Normals):
+        self._source, self.drawn = source, list[Tensor]()
+
+    def normal(self, *shape: int) -> Tensor:
+        self.drawn.append(self._source.normal(*shape))
+        return self.drawn[-1].clone()  # who draws may compute in place
+
+    def apart(self) -> Normals:
+        return self._source
+
+
+class Summed(Normals):
+    """The normals of a whole step, from those of its two halves: (one + other)/sqrt(2) for each that both drew, else new ones."""
+
+    def __init__(self, source: Normals, one: Recorded, other: Recorded):
+        self._source, self._halves = source, list(zip(one.drawn, other.drawn, strict=False))
+
+    def normal(self, *shape: int) -> Tensor:
+        if self._halves and self._halves[0][0].shape == self._halves[0][1].shape == shape:
+            one, other = self._halves.pop(0)
+            return (one + other).mul_(math.sqrt(0.5))
+        return self._source.normal(*shape)
+
+    def apart(self) -> Normals:
+        return self._source
 
 
 class Stream(Normals):
@@ -55,15 +107,6 @@ class Stream(Normals):
         if self._device.type == "cpu" and self._dtype == torch.float64:
             return torch.from_numpy(self._numpy.standard_normal(shape))
         return torch.randn(shape, generator=self._torch, dtype=self._dtype, device=self._device)
-
-    def square(self, L: Float[Tensor, "batch m k"]) -> Float[Tensor, "batch k k"]:
-        return self.matrices(L, L.shape[-1], L.shape[-1])
-
-    def matrices(self, like: Float[Tensor, "batch _ _"], rows: int, columns: int) -> Float[Tensor, "batch {rows} {columns}"]:
-        """Matrices of normals, one for each sample of `like`, with the samples where `like` has them in memory."""
-        if like.stride(0) == 1:
-            return self.normal(rows, columns, len(like)).permute(2, 0, 1)
-        return self.normal(len(like), rows, columns)
 
     def bartlett(self, like: Float[Tensor, "batch _ _"], size: int, degrees: int) -> Float[Tensor, "batch {size} root"]:
         """T with T Tᵀ ~ Wishart(I, degrees): the law of Z Zᵀ for a size x degrees matrix Z of normals, at a cost without `degrees`.

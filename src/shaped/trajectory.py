@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from shaped.covariance import correlation
+from shaped.intervals import share_interval
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +24,8 @@ class Trajectory:
     V: Float[Tensor, "time sample m m"]
     stopped: Float[Tensor, " sample"]
     """Time at which each path stopped; inf where it never did."""
-    info: dict[str, str | int | float] = field(default_factory=dict)
-    """How the paths were made: method, seed, and counts of what happened on the way."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """How the paths were made: method, seed, counts of what happened on the way, and what the solver's step does (`StepEffect`)."""
 
     @cached_property
     def rho(self) -> Float[Tensor, "time sample m m"]:
@@ -33,8 +35,13 @@ class Trajectory:
     def stopped_share(self) -> float:
         return self.stopped.isfinite().double().mean().item()
 
+    @property
+    def stopped_interval(self) -> tuple[float, float]:
+        """The 95 % interval of the share of paths that stop."""
+        return share_interval(int(self.stopped.isfinite().sum()), len(self.stopped))
+
     def __repr__(self) -> str:
         times, samples, m, _ = self.V.shape
         stopped = int(self.stopped.isfinite().sum())
-        facts = ", ".join(f"{key}={value!r}" for key, value in self.info.items())
+        facts = ", ".join(f"{key}={value!r}" for key, value in self.info.items() if isinstance(value, str | int | float))
         return f"Trajectory({times} times to t={self.t[-1]:.4g}, {samples} samples, {m} tokens, {stopped} stopped, {facts})"

@@ -15,6 +15,7 @@ SHAPED = {
     "biased": shaped.ShapedAttention(0.8, 0.4, mask=BIAS),
     "heads": shaped.ShapedAttention(0.8, 0.4, heads=4),
     "heads, projected": shaped.ShapedAttention(0.8, 0.4, heads=4, project=True),
+    "heads, ALiBi": shaped.ShapedAttention(0.8, 0.4, heads=8, mask=shaped.alibi(3, 8)),
     "feed-forward": shaped.ShapedFeedForward(0.8, 4.0, -4.0),
     "perceptron": shaped.ShapedPerceptron(1.2, -1.2),
     "transformer": shaped.ShapedAttention(0.7, 0.5) >> shaped.ShapedFeedForward(0.7, 1.0, -1.0),

@@ -19,12 +19,13 @@ LAYERS = {
     "causal": shaped.ShapedAttention(0.8, 0.4, mask="causal"),
     "biased": shaped.ShapedAttention(0.8, 0.4, mask=BIAS),
     "heads, projected": shaped.ShapedAttention(0.8, 0.4, heads=4, project=True),
+    "heads, ALiBi": shaped.ShapedAttention(0.8, 0.4, heads=2, project=True, mask=shaped.alibi(M, 2)),
     "feed-forward": shaped.ShapedFeedForward(0.8, 0.5, -3.5),
     "perceptron": shaped.ShapedPerceptron(0.0, -3.0),
     "transformer": shaped.ShapedAttention(0.8, 0.4) >> shaped.ShapedFeedForward(0.7, 0.0, -3.0),
     "two masks": shaped.ShapedAttention(0.5) >> shaped.ShapedAttention(0.5, mask="causal") >> shaped.ShapedPerceptron(),
 }
-SYMMETRIC = [name for name in LAYERS if name not in ("causal", "biased", "two masks")]
+SYMMETRIC = [name for name in LAYERS if name not in ("causal", "biased", "heads, ALiBi", "two masks")]
 
 
 @pytest.fixture(params=LAYERS)
@@ -49,7 +50,7 @@ def test_noise_is_symmetric_and_reproducible(layer):
 
 
 def test_sigma_is_positive_semidefinite(layer):
-    for m in range(2, 7) if layer is not LAYERS["biased"] else [M]:
+    for m in range(2, 7) if layer not in (LAYERS["biased"], LAYERS["heads, ALiBi"]) else [M]:
         eigenvalues = torch.linalg.eigvalsh(layer.Sigma(random_covariance(m, m, (8,))))
         assert (eigenvalues[:, 0] >= -1e-12 * eigenvalues[:, -1]).all()
 
@@ -79,14 +80,14 @@ def test_permuting_the_tokens_permutes_the_limit(name, m):
 class Mirrored(GeneratorNormals):
     """The same normals with the other sign: averaged with the first run, what is odd in them cancels."""
 
-    def square(self, L):
-        return -super().square(L)
+    def normal(self, *shape):
+        return -super().normal(*shape)
 
 
 def one_step(terms, V, h):
     """The upper triangle of (V' - V)/h after one step, for normals and for mirrored normals."""
     for source in (GeneratorNormals, Mirrored):
-        points, normals = Point(matrix=V.expand(400_000, M, M)), source(torch.Generator().manual_seed(12))
+        points, normals = Point(matrix=V.expand(400_000, M, M)), source(torch.Generator().manual_seed(12), V)
         for term in terms:
             points = term.move(points, h, normals)
         yield (vech(points.V) - vech(V)) / h
@@ -102,7 +103,7 @@ def step_moments(terms, V, h=0.02):
 
 def test_a_small_step_has_the_limits_moments(layer):
     """E[V'] = V + h b + O(h²) and Cov[V'] = h Sigma + O(h²): what weak order 1 rests on."""
-    V = random_covariance(M, 11)
+    V = random_covariance(M, 11) / 2  # attention is slow here: it takes both steps whole
     drift, covariance = step_moments(layer.terms, V)
     Sigma = layer.Sigma(V)
     left = 10 * 0.02**2 * Sigma.max().item()  # O(h²)
@@ -114,7 +115,7 @@ def test_a_small_step_has_the_limits_moments(layer):
 
 @pytest.mark.parametrize("name", ["attention", "biased", "heads, projected"])
 def test_the_logits_step_rejects_a_drift_five_percent_off(name):
-    V, term = random_covariance(M, 11), LAYERS[name].terms[1]
+    V, term = random_covariance(M, 11) / 2, LAYERS[name].terms[1]
     drift, _ = step_moments([term], V)
     assert_mean(drift, vech(term.drift(V)), bias=2e-3)
     with pytest.raises(AssertionError):
@@ -124,7 +125,7 @@ def test_the_logits_step_rejects_a_drift_five_percent_off(name):
 def test_the_relu_step_follows_its_flow():
     """No randomness here: the step and its derivative at h = 0 can be compared to all digits."""
     V, term = random_covariance(M, 11), LAYERS["perceptron"].terms[1]
-    h, normals = 1e-6, GeneratorNormals(generator(0))
+    h, normals = 1e-6, GeneratorNormals(generator(0), V)
     ahead = term.move(Point(matrix=V), h, normals).V
     assert torch.allclose((ahead - V) / h, term.drift(V), rtol=1e-5, atol=1e-9)
 
@@ -152,7 +153,7 @@ def test_slopes_that_grow_with_the_root_of_the_step_would_be_of_order_one_half()
     for share, order in ((by_slopes, 0.5), (by_relaxation, 1.0)):
         errors = [abs(rho_at_one(share, steps) - exact) for steps in (2**8, 2**10)]
         assert math.log(errors[0] / errors[1], 4) == pytest.approx(order, abs=0.06)
-    moved = shaped.ShapedPerceptron(c_plus, c_minus).terms[1].move(Point(matrix=V0), 1 / 64, GeneratorNormals(generator(0))).V
+    moved = shaped.ShapedPerceptron(c_plus, c_minus).terms[1].move(Point(matrix=V0), 1 / 64, GeneratorNormals(generator(0), V0)).V
     assert torch.equal(moved, torch.lerp(V0, absolute_kernel(V0), by_relaxation(1 / 64)))
 
 

@@ -25,7 +25,8 @@ def tokens(V: torch.Tensor, n: int, g: torch.Generator) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_one_step_has_the_law_of_explicit_weights(name):
-    layer, n, n_k = EVERY[name], 12, 5
+    layer, n_k = EVERY[name], 5
+    n = 16 if name == "heads, ALiBi" else 12  # 8 heads
     V, g = random_covariance(M, 50), generator(51)
     explicit = torch.empty(6000, M, M, dtype=torch.float64)
     with torch.no_grad():
@@ -92,7 +93,7 @@ def test_the_drift_is_the_limits(name):
     layer, V, n = SHAPED[name], random_covariance(M, 56), 64
     assert isinstance(layer, ResidualLayer)
     b = vech(layer.drift(V))
-    count = {"feed-forward": 1_000_000, "heads": 300_000, "heads, projected": 300_000}.get(name, 800_000)
+    count = {"feed-forward": 1_000_000, "heads": 300_000, "heads, projected": 300_000, "heads, ALiBi": 200_000}.get(name, 800_000)
     once, twice, four = (drift_samples(layer, V, k * n, count).double() for k in (1, 2, 4))
     means, errors = [x.mean(0) for x in (once, twice, four)], [x.std(0) / len(x) ** 0.5 for x in (once, twice, four)]
     C = 20.0 * b.abs().max()
@@ -240,7 +241,7 @@ def test_attention_reads_keys_narrower_than_the_tokens():
     """n_k < m: the logits have rank n_k, drawn without Bartlett's factor."""
     layer, V = shaped.ShapedAttention(0.9, 0.3), random_covariance(5, 63)
     L = factor(V.expand(1000, 5, 5))
-    A = layer.attention(L, Sizes(20, 2), Stream(0, 0, dtype=torch.float64, device=CPU))
+    A = layer.attention(None, L, Sizes(20, 2), Stream(0, 0, dtype=torch.float64, device=CPU))
     assert A.shape == (1000, 5, 5)
     assert torch.allclose(A.sum(-1), torch.ones(1000, 5, dtype=torch.float64))
 

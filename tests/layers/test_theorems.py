@@ -47,6 +47,41 @@ def test_attention(m, kind, heads, project):
     close(layer.Sigma(V), oracle.attention_sigma(V.numpy(), P, S1, 0.6, 0.7, heads, project))
 
 
+@pytest.mark.parametrize("m", [2, 3, 5])
+@pytest.mark.parametrize("project", [False, True])
+def test_heads_with_biases_of_their_own(m, project):
+    """ALiBi with 8 heads: each head is centred at its own resting attention, and adds an eighth of drift and of the noise."""
+    V, mask = random_covariance(m, m), shaped.alibi(m, 8)
+    layer = shaped.ShapedAttention(0.6, 0.7, heads=8, project=project, mask=mask)
+    drifts, Sigmas = [], []
+    for bias in mask:
+        P = oracle.resting(bias.numpy())
+        S1, S2 = oracle.logit_moments(V.numpy(), P)
+        drifts.append(oracle.attention_drift(V.numpy(), P, S1, S2, 0.6, 0.7))
+        Sigmas.append(oracle.attention_sigma(V.numpy(), P, S1, 0.6, 0.7, 8, project))
+    close(layer.drift(V), np.mean(drifts, 0))
+    close(layer.Sigma(V), np.mean(Sigmas, 0))
+
+
+def test_alibi_is_that_of_its_authors():
+    """For 8 heads the slopes are 1/2, 1/4, … 1/256; for 12 those, and every second one of 16 heads' (Press et al. 2022, Sec. 3)."""
+    eight, twelve = shaped.alibi(4, 8), shaped.alibi(4, 12)
+    assert (-eight[:, 3, 2]).tolist() == [2.0**-k for k in range(1, 9)]
+    assert (-twelve[8:, 3, 2]).tolist() == [2.0**-k for k in (0.5, 1.5, 2.5, 3.5)]
+    assert torch.equal(twelve[:8], eight)
+    assert (eight[:, 3, 0] == 3 * eight[:, 3, 2]).all()
+    assert (eight[:, 0, 1:] == -math.inf).all()
+
+
+def test_equal_biases_are_one():
+    """The same bias for every head is the bias for all of them: one term, the same numbers."""
+    V, bias = random_covariance(4, 0), bias_for("random", 4)
+    one, other = (shaped.ShapedAttention(0.6, 0.7, heads=4, mask=mask) for mask in (bias, bias.expand(4, 4, 4)))
+    assert len(other.terms) == 2
+    assert torch.equal(one.drift(V), other.drift(V))
+    assert torch.equal(one.Sigma(V), other.Sigma(V))
+
+
 @pytest.mark.parametrize("m", range(2, 7))
 def test_attention_as_printed_in_the_paper(m):
     V = random_covariance(m, m)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from shaped.layers import Chain, Layer, ShapedAttention, ShapedFeedForward, ShapedPerceptron
+import numpy as np
+
+from shaped.files import read_array
+from shaped.layers import Chain, Layer, ShapedAttention, ShapedFeedForward, ShapedPerceptron, alibi
+from shaped.layers.masks import Mask, checked_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +29,9 @@ class BlockSettings:
 
     def layer(self) -> Layer:
         made = {
-            "attention": lambda: ShapedAttention(self.gamma, self.tau0, self.heads, self.project, self.mask),
+            "attention": lambda: ShapedAttention(
+                self.gamma, self.tau0, self.heads, self.project, read_mask(self.mask, self.tokens, self.heads)
+            ),
             "feedforward": lambda: ShapedFeedForward(self.gamma, self.c_plus, self.c_minus),
             "perceptron": lambda: ShapedPerceptron(self.c_plus, self.c_minus),
         }
@@ -36,3 +43,18 @@ class BlockSettings:
     @property
     def names(self) -> list[str]:
         return [name.strip() for name in self.layers.split(",")]
+
+
+def read_mask(mask: str | None, tokens: int, heads: int) -> Mask:
+    """None, "causal", "alibi", or what a .npy file holds: a bias, [tokens, tokens] or [heads, tokens, tokens]."""
+    if mask is None or mask == "causal":
+        return mask
+    if mask == "alibi":
+        return alibi(tokens, heads)
+    if not mask.endswith(".npy"):
+        raise ValueError(f"mask must be causal, alibi or a .npy file, got {mask!r}")
+    bias = read_array(Path(mask), "mask", most=tokens * tokens * heads)
+    if bias.shape not in ((tokens, tokens), (heads, tokens, tokens)):
+        wanted = f"[{tokens}, {tokens}] or [{heads}, {tokens}, {tokens}]"
+        raise ValueError(f"mask must be {wanted} for {tokens} tokens and {heads} heads, got shape {list(bias.shape)} in {mask}")
+    return checked_mask(bias if bias.dtype == bool else bias.astype(np.float64), heads)

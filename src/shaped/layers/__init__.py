@@ -7,5 +7,6 @@ from shaped.layers.base import NoLimit as NoLimit
 from shaped.layers.feedforward import ReLUFeedForward as ReLUFeedForward
 from shaped.layers.feedforward import ShapedFeedForward as ShapedFeedForward
 from shaped.layers.feedforward import ShapedPerceptron as ShapedPerceptron
+from shaped.layers.masks import alibi as alibi
 from shaped.layers.normalisation import PostLN as PostLN
 from shaped.layers.normalisation import PreLN as PreLN

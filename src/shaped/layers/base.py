@@ -77,7 +77,7 @@ class Layer(ABC):
         check_covariance(V, "V")
         if not isinstance(generator, torch.Generator):
             raise ValueError(f"generator must be a torch.Generator, such as torch.Generator().manual_seed(0), got {generator!r}")
-        point, normals = Point(matrix=V), GeneratorNormals(generator)
+        point, normals = Point(matrix=V), GeneratorNormals(generator, V)
         return reduce(add, (term.noise(point, normals) for term in self.terms))
 
     def Sigma(self, V: Matrix) -> Dense:

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import finite
-from shaped.covariance import Matrix, Point, factor, gram
+from shaped.checks import slope
+from shaped.covariance import FEW, Matrix, Point, factor, gram
 from shaped.layers.base import Factor, Layer, NoLimit, ResidualLayer, Sizes, Tokens, check_residual
 from shaped.layers.terms import Term, WeightNoise
 from shaped.nn.functional import he_constant, shaped_relu
@@ -51,6 +51,10 @@ class ReLURelaxation(Term):
         share = -math.expm1(-self.rate * h)
         return Point(matrix=torch.lerp(point.V, absolute_kernel(point.V), share))
 
+    def longest(self, m: int) -> float:
+        """A tenth of the time in which V relaxes: K(V) is taken at the start of the step."""
+        return 0.1 / self.rate if self.rate else math.inf
+
     def plus(self, other: Term) -> Term | None:
         return ReLURelaxation(self.rate + other.rate) if isinstance(other, ReLURelaxation) else None
 
@@ -59,13 +63,21 @@ def absolute_kernel(V: Matrix) -> Matrix:
     r"""$K^{\alpha\beta} = \mathbb{E}|g^\alpha||g^\beta| = \frac{2}{\pi}(\sqrt{V^{\alpha\alpha}V^{\beta\beta} - (V^{\alpha\beta})^2}
     + V^{\alpha\beta}\arcsin\rho^{\alpha\beta})$ for $g \sim N(0, V)$."""
     length = V.diagonal(dim1=-2, dim2=-1).sqrt()
-    scale = length[..., :, None] * length[..., None, :]
-    # 0/0 is a token of length zero: its row of K is 0 whatever rho is. The clamp takes off rounding only.
-    rho = (V / scale.clamp(min=torch.finfo(V.dtype).tiny)).clamp_(-1.0, 1.0)
-    K = rho.asin().mul_(rho).add_(rho.square().neg_().add_(1.0).sqrt_())
-    K.mul_(scale * (2.0 / math.pi))
-    K.diagonal(dim1=-2, dim2=-1).copy_(V.diagonal(dim1=-2, dim2=-1))
+    if V.shape[-1] > FEW:
+        K = _absolute_products(V, length[..., :, None] * length[..., None, :])
+        K.diagonal(dim1=-2, dim2=-1).copy_(V.diagonal(dim1=-2, dim2=-1))
+        return K
+    K = V.clone()
+    for a in range(1, V.shape[-1]):  # each pair once: arcsines take time
+        K[..., a, :a] = K[..., :a, a] = _absolute_products(V[..., a, :a], length[..., a : a + 1] * length[..., :a])
     return K
+
+
+def _absolute_products(covariance: Tensor, scale: Tensor) -> Tensor:
+    """E|x||y| for normal x and y with this covariance, and this product of their standard deviations."""
+    # 0/0 is a token of length zero: its row of K is 0 whatever rho is. The clamp takes off rounding only.
+    rho = (covariance / scale.clamp(min=torch.finfo(scale.dtype).tiny)).clamp_(-1.0, 1.0)
+    return rho.asin().mul_(rho).add_(rho.square().neg_().add_(1.0).sqrt_()).mul_(scale * (2.0 / math.pi))
 
 
 class FeedForward(ResidualLayer):
@@ -99,8 +111,8 @@ class ShapedFeedForward(FeedForward):
 
     def __post_init__(self) -> None:
         check_residual(self.gamma, self.lam)
-        finite("c_plus", self.c_plus)
-        finite("c_minus", self.c_minus)
+        slope("c_plus", self.c_plus)
+        slope("c_minus", self.c_minus)
 
     def slopes(self, n: int) -> Slopes:
         return shaped_slopes(n, self.c_plus, self.c_minus)
@@ -122,7 +134,7 @@ class ReLUFeedForward(FeedForward):
 
     def __post_init__(self) -> None:
         check_residual(self.gamma, self.lam)
-        finite("negative_slope", self.negative_slope)
+        slope("negative_slope", self.negative_slope)
 
     def slopes(self, n: int) -> Slopes:
         return 1.0, self.negative_slope
@@ -146,8 +158,8 @@ class ShapedPerceptron(Layer):
     c_minus: float = -1.0
 
     def __post_init__(self) -> None:
-        finite("c_plus", self.c_plus)
-        finite("c_minus", self.c_minus)
+        slope("c_plus", self.c_plus)
+        slope("c_minus", self.c_minus)
 
     def limit(self) -> tuple[Term, ...]:
         r"""Eq. sde_mlp: $b = b_{\text{ReLU}}$, $\Sigma = \Sigma_{\text{lin}}$."""

@@ -40,6 +40,10 @@ class Term(ABC):
         """A step of size h that cannot leave the cone."""
 
     @abstractmethod
+    def longest(self, m: int) -> float:
+        """The longest step of m tokens that the solver should take by itself, wherever V is."""
+
+    @abstractmethod
     def plus(self, other: Term) -> Term | None:
         """One term equal to both together, or None where there is no such term."""
 
@@ -86,18 +90,29 @@ class WeightNoise(Term):
         return self.scale * (straight + straight.transpose(-1, -2))
 
     def move(self, point: Point, h: float, normals: Normals) -> Point:
-        r"""$L' = L(\sqrt{1-p}\,I + \sqrt{p/m}\,G)$: the mean of V stays exactly, whatever h.
+        r"""$V' = L W L^\top$, where W has mean I and the covariance of $\Sigma_{\text{lin}}(I)$ times $1/\nu$, $\nu = 1/(\text{scale}\cdot h)$.
 
-        $V' = L W L^\top$ has $\mathbb{E} W = I$, and the entries of W have the covariance of $\Sigma_{\text{lin}}(I)$ times
-        $(1 - (1-p)^2)/m$. With $(1-p)^2 = 1 - \tanh(m\,\text{scale}\,h)$ this is $\text{scale}\cdot h + O(h^3)$,
-        and p stays below 1 however large the step.
+        So V' has the mean V and the covariance $\text{scale}\cdot h\,\Sigma_{\text{lin}}(V)$, exactly, for any number of tokens.
+        $W = T T^\top/\nu$ has the first two moments of a Wishart matrix of $\nu$ degrees of freedom. T is Bartlett's factor of that, with
+        $a_i + b_i g$, g normal, for the root of a chi-squared number with $\nu - i$ degrees: it has the same mean and variance when squared.
         """
-        L = point.L
-        m = L.shape[-1]
-        keep = math.sqrt(2.0 / (1.0 + math.exp(min(2.0 * m * self.scale * h, 700.0))))
-        G = normals.square(L).mul_(math.sqrt((1.0 - keep) / m))
-        G.diagonal(dim1=-2, dim2=-1).add_(math.sqrt(keep))
-        return Point(root=product(L, G))
+        L, m = point.L, point.V.shape[-1]
+        parts = max(1, math.ceil(h / self.longest(m)))
+        share = self.scale * h / parts  # 1/nu
+        if share == 0.0:
+            return point
+        degrees = 1.0 / share - torch.arange(m, dtype=L.dtype, device=L.device)
+        spread = 1.0 / (1.0 + (1.0 - 1.0 / degrees).sqrt())  # b², the root of b⁴ - 2 k b² + k = 0 for k degrees
+        for _ in range(parts):
+            T = normals.triangles(L, m)
+            diagonal = T.diagonal(dim1=-2, dim2=-1)
+            diagonal.mul_(spread.sqrt()).add_((degrees - spread).sqrt())
+            L = product(L, T.mul_(math.sqrt(share)))
+        return Point(root=L)
+
+    def longest(self, m: int) -> float:
+        r"""The longest step that is not taken in parts: $\nu \ge 2(m + 1)$. Near $\nu = m$, W would lose its small eigenvalues."""
+        return 1.0 / (2.0 * (m + 1) * self.scale) if self.scale else math.inf
 
     def plus(self, other: Term) -> Term | None:
         return WeightNoise(self.scale + other.scale) if isinstance(other, WeightNoise) else None

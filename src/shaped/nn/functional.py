@@ -9,10 +9,10 @@ from torch import Tensor
 from shaped.nn.attention import shaped_attention as shaped_attention
 
 
-def logit_bias(mask: str | Tensor | None, m: int, like: Tensor) -> Float[Tensor, "m m"]:
-    """B for m tokens, with -inf where a token is not attended to: zeros, the "causal" mask, or the [m, m] bias given."""
+def logit_bias(mask: str | Tensor | None, m: int, like: Tensor) -> Float[Tensor, "*heads m m"]:
+    """B for m tokens, with -inf where a token is not attended to: zeros, the "causal" mask, or the bias given, [m, m] or [heads, m, m]."""
     if isinstance(mask, Tensor):
-        if mask.shape != (m, m):
+        if mask.shape[-2:] != (m, m):
             raise ValueError(f"mask must be {m} x {m} for {m} tokens, got {' x '.join(map(str, mask.shape))}")
         return mask.to(like)
     B = like.new_zeros(m, m)
@@ -21,7 +21,7 @@ def logit_bias(mask: str | Tensor | None, m: int, like: Tensor) -> Float[Tensor,
 
 def attention_matrix(
     logits: Float[Tensor, "*batch m k"],
-    bias: Float[Tensor, "m k"],
+    bias: Float[Tensor, "*#batch m k"],
     gamma1: float | Tensor = 1.0,
     gamma2: float | Tensor = 1.0,
 ) -> Float[Tensor, "*batch m k"]:

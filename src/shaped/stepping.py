@@ -1,0 +1,91 @@
+"""What the solver's step does to the law: an estimate, and a warning where it is more than the sampling error."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from shaped.covariance import correlation
+from shaped.trajectory import Trajectory
+
+PAIRS = 16  # the fewest pairs of paths that an estimate is made of
+WORDS = {"rho_mean": "the mean of rho", "rho_spread": "the spread of rho", "stopped_share": "the share of stopped paths"}
+
+
+class StepWarning(UserWarning):
+    """The solver's step is seen in the law."""
+
+
+@dataclass(frozen=True)
+class StepEffect:
+    """What halving the solver's step changes at the horizon, each with its standard error; None where there is no such number.
+
+    To first order in the step, the solver's whole error is twice that, with the other sign.
+    """
+
+    rho_mean: tuple[float, float] | None
+    """Mean of the correlation over pairs of tokens and paths that did not stop."""
+    rho_spread: tuple[float, float] | None
+    """Its standard deviation over the same."""
+    stopped_share: tuple[float, float]
+    pairs: int
+    """Paths that were simulated with both steps."""
+
+    @classmethod
+    def of(cls, paths: Trajectory) -> StepEffect:
+        """From pairs of paths, coarse and fine in turn."""
+        running = paths.stopped > paths.t[-1]
+        coarse, fine = (moments(paths.V[-1, place::2], running[place::2]) for place in (0, 1))
+        found: dict[str, Any] = dict.fromkeys(WORDS)
+        for name in coarse.keys() & fine.keys():
+            (before, influence), (after, other) = coarse[name], fine[name]
+            found[name] = after - before, standard_error(other - influence)
+        pairs = len(running) // 2
+        change, error = found["stopped_share"]
+        found["stopped_share"] = change, max(error, 1.0 / pairs)  # where no pair differs, one in so many still might
+        return cls(**found, pairs=pairs)
+
+
+def warn_of_step(effect: StepEffect, paths: Trajectory, steps: int) -> None:
+    """Warns where the step's error is, beyond doubt (3 standard errors), more than the sampling error of the paths."""
+    told, more = [], 1.0
+    for name, (_, influence) in moments(paths.V[-1], paths.stopped > paths.t[-1]).items():
+        change, doubt = getattr(effect, name) or (0.0, math.inf)
+        noise = standard_error(influence) or 1.0 / len(influence)  # nothing stopped, or everything
+        if 2.0 * (abs(change) - 3.0 * doubt) > noise:
+            told.append(f"{WORDS[name]} by {change:+.2g} ± {doubt:.1g} (sampling error {noise:.1g})")
+            more = max(more, 2.0 * abs(change) / noise)
+    if told:
+        wanted = steps * 2 ** math.ceil(math.log2(more))
+        warnings.warn(
+            f"steps = {steps} are seen in the law: halving the step changes {', '.join(told)}; steps={wanted} would not be",
+            StepWarning,
+            stacklevel=3,
+        )
+
+
+def moments(V: Float[Tensor, "sample m m"], running: Bool[Tensor, " sample"]) -> dict[str, tuple[float, Float[Tensor, " sample"]]]:
+    """The law's numbers, and how much each path moves each of them: the influence, whose standard error is the number's."""
+    running = running.double()
+    share = running.mean()
+    found = {"stopped_share": (1.0 - share.item(), share - running)}
+    if V.shape[-1] > 1 and share > 0.0:
+        rows, columns = torch.triu_indices(*V.shape[1:], 1)
+        rho = correlation(V.double().cpu())[:, rows, columns]
+        mean = (running @ rho.mean(1)) / running.sum()
+        squares = (rho - mean).square().mean(1)
+        variance = (running @ squares) / running.sum()
+        spread = variance.sqrt().item()
+        found["rho_mean"] = mean.item(), running * (rho.mean(1) - mean) / share
+        found["rho_spread"] = spread, running * (squares - variance) / (2.0 * max(spread, 1e-300) * share)
+    return found
+
+
+def standard_error(influence: Float[Tensor, " sample"]) -> float:
+    return (influence.std() / math.sqrt(len(influence))).item() if len(influence) > 1 else math.inf
