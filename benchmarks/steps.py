@@ -3,8 +3,8 @@
     python benchmarks/steps.py [--tokens 4,16,128] [--samples 4096] [--device cpu] [--out FILE]
 
 Mean and spread of the correlation over pairs of tokens, and the share of paths that stop, for causal and full attention of 8 heads with a
-projection. Each is a difference in standard errors, z. Where the step alone can be seen, `solve` must have warned. Without any effect of the
-step 1 difference in 22 is beyond 2, and 1 in 2,000 beyond 3.5.
+projection. Each is a difference in standard errors, z. Where the step can be seen, `solve` must have warned. Without any effect of the step
+1 difference in 22 is beyond 2, and 1 in 2,000 beyond 3.5.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -65,7 +64,7 @@ def eigenvalues(V: Float[Tensor, "batch m m"]) -> tuple[Float[Tensor, "batch m"]
     V = torch.where(finite[:, None, None], V, 0.0)
     try:
         return *torch.linalg.eigh(V), finite
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage] (documented, but not in its list of exports)
         if len(V) == 1:
             return V[:, 0], V, torch.zeros_like(finite)
         one, other = (eigenvalues(half) for half in V.tensor_split(2))
@@ -79,8 +78,8 @@ class HalvedSteps(engine.PointProcess):
 
     kind: ClassVar[str] = "halved"
     together: ClassVar[int] = 2
-    whole: engine.PointProcess
-    half: engine.PointProcess
+    whole: ConeSteps | EulerSteps
+    half: ConeSteps | EulerSteps
 
     def step(self, state: Point, stream: Normals) -> tuple[Point, None]:
         fine = Point(matrix=laid_out_like(state.V[1::2], state.V))
@@ -95,7 +94,7 @@ class HalvedSteps(engine.PointProcess):
 
 MOST_STEPS = 10**9
 COARSEST = 0.01  # the longest step that is taken by default
-METHODS: dict[str, Callable[[tuple[Term, ...], float], engine.PointProcess]] = {"cone": ConeSteps, "euler": EulerSteps}
+METHODS: dict[str, type[ConeSteps | EulerSteps]] = {"cone": ConeSteps, "euler": EulerSteps}
 
 
 def solve(

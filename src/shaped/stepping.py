@@ -76,7 +76,7 @@ def moments(V: Float[Tensor, "sample m m"], running: Bool[Tensor, " sample"]) ->
     share = running.mean()
     found = {"stopped_share": (1.0 - share.item(), share - running)}
     if V.shape[-1] > 1 and share > 0.0:
-        rows, columns = torch.triu_indices(*V.shape[1:], 1)
+        rows, columns = torch.triu_indices(V.shape[-1], V.shape[-1], 1)
         rho = correlation(V.double().cpu())[:, rows, columns]
         mean = (running @ rho.mean(1)) / running.sum()
         squares = (rho - mean).square().mean(1)

@@ -58,6 +58,8 @@ class LogitPerturbation(Term):
 
     def move(self, point: Point, h: float, normals: Normals) -> Point:
         """A step of length h. Where V is large the drift, which is cubic in V, is fast: such a path takes the step in parts."""
+        if self.rate == 0.0:
+            return point
         change = MeanChange.at(self.mask, point.V)
         moved = self.stride(point, h, change, normals)
         fast = change.fast(self.rate * h)
@@ -68,9 +70,9 @@ class LogitPerturbation(Term):
     def move_in_parts(self, V: Float[Tensor, "batch m m"], h: float, normals: Normals) -> Float[Tensor, "batch m m"]:
         """A step of length h in as many parts as each path wants.
 
-        A part changes no token's variance by more than the share STRIDE, on average, but is no shorter than h/MOST_PARTS. While the variance
-        grows by a share s, the drift grows by 2s. A stride, which takes the drift at its start, lags behind by about 1.4 s: 5/4 s where the
-        drift's second part dominates, 3/2 s where the first does. So it is made longer than the part by that.
+        A part changes no token's variance by more than the share STRIDE, on average, but is no shorter than h/MOST_PARTS. While the
+        variance grows by a share s, the drift grows by 2s. A stride, which takes the drift at its start, lags behind by about 1.4 s: 5/4 s
+        where the drift's second part dominates, 3/2 s where the first does. So it is made longer than the part by that.
         """
         left = V.new_full((len(V),), h)
         moving = torch.arange(len(V), device=V.device)
@@ -87,11 +89,11 @@ class LogitPerturbation(Term):
         return V
 
     def stride(self, point: Point, h: float | Float[Tensor, "batch 1 1"], change: MeanChange, normals: Normals) -> Point:
-        r"""$V' = M V M^\top + h\,(\text{rate} - \text{variance})\,\mathbb{E}\,E V E^\top$ with $M = I + \sqrt{h\,\text{variance}}\,E + h\,D$.
+        r"""$V' = M V M^\top + h\,(\text{rate} - \text{variance})\,\mathbb{E}\,E V E^\top$, $M = I + \sqrt{h\,\text{variance}}\,E + h D$.
 
-        $D = \tfrac12\,\text{rate}\cdot P \circ S_2$ brings in the drift's second part. Its first part, $\text{rate}\cdot\mathbb{E}\,E V E^\top$,
-        comes from the square of E, on average, and from the last summand. The rate is never below the variance (for a layer,
-        variance/rate = gamma²/heads), so this is a sum of positive semi-definite matrices.
+        $D = \tfrac12\,\text{rate}\cdot P \circ S_2$ brings in the drift's second part. The square of E, on average, and the last summand
+        bring in its first part, $\text{rate}\cdot\mathbb{E}\,E V E^\top$. The rate is never below the variance (for a layer, variance/rate =
+        gamma²/heads), so this is a sum of positive semi-definite matrices.
         """
         L, V = point.L, point.V
         E = first_order_change(change.P, L, normals)

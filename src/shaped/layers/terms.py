@@ -90,15 +90,17 @@ class WeightNoise(Term):
         return self.scale * (straight + straight.transpose(-1, -2))
 
     def move(self, point: Point, h: float, normals: Normals) -> Point:
-        r"""$V' = L W L^\top$, where W has mean I and the covariance of $\Sigma_{\text{lin}}(I)$ times $1/\nu$, $\nu = 1/(\text{scale}\cdot h)$.
+        r"""$V' = L W L^\top$, where W has the first two moments of a Wishart matrix with $\nu$ degrees of freedom, divided by $\nu$.
 
-        So V' has the mean V and the covariance $\text{scale}\cdot h\,\Sigma_{\text{lin}}(V)$, exactly, for any number of tokens.
-        $W = T T^\top/\nu$ has the first two moments of a Wishart matrix of $\nu$ degrees of freedom. T is Bartlett's factor of that, with
-        $a_i + b_i g$, g normal, for the root of a chi-squared number with $\nu - i$ degrees: it has the same mean and variance when squared.
+        V' has the mean V and the covariance $\Sigma_{\text{lin}}(V)/\nu$, exactly, for any number of tokens. $W = T T^\top/\nu$, where T is
+        Bartlett's factor with $a_i + b_i g$, g normal, in place of the root of a chi-squared number with $\nu - i$ degrees: squared, it has
+        the same mean and variance. With $1/\nu = p/(1 + \tfrac32 p)$, $p = \text{scale}\cdot h$, also $\mathbb{E}\rho^2 = p - \tfrac32 p^2$
+        of two orthogonal tokens after the step is right to second order.
         """
         L, m = point.L, point.V.shape[-1]
         parts = max(1, math.ceil(h / self.longest(m)))
-        share = self.scale * h / parts  # 1/nu
+        share = self.scale * h / parts
+        share = share / (1.0 + 1.5 * share)  # 1/nu
         if share == 0.0:
             return point
         degrees = 1.0 / share - torch.arange(m, dtype=L.dtype, device=L.device)
