@@ -1,6 +1,7 @@
 """The package's own models: their law at initialisation, saving and loading, generation, and what they are called by Auto classes."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -88,17 +89,19 @@ def test_saved_and_loaded(kind, auto, block, tmp_path):
         assert type(again) is kind
         assert again.config._attn_implementation == "shaped"
         assert torch.equal(again(tokens(), attention_mask=PADDING)[0], model(tokens(), attention_mask=PADDING)[0])
-    for other in ("sdpa", "eager"):
-        plain = kind.from_pretrained(tmp_path, attn_implementation=other)
-        assert plain.config._attn_implementation == other
-        assert torch.allclose(plain(tokens())[0], model(tokens())[0], atol=1e-6) == (block != "shaped")
+    eager = kind.from_pretrained(tmp_path, attn_implementation="eager")
+    assert torch.allclose(eager(tokens(), attention_mask=PADDING)[0], model(tokens(), attention_mask=PADDING)[0], atol=1e-5)
+    with pytest.warns(UserWarning, match="drops the shaping") if block == "shaped" else nullcontext():
+        plain = kind.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert plain.config._attn_implementation == "sdpa"
+    assert torch.allclose(plain(tokens())[0], model(tokens())[0], atol=1e-5) == (block != "shaped")
 
 
 def test_what_a_checkpoint_lacks_starts_as_it_should(tmp_path):
     """A classifier on a pre-trained body: the body's weights and gains are loaded, the head has variance 1/n."""
     body = made(ShapedForMaskedLM, schedule="learn")
     with torch.no_grad():
-        for gain in gains(body):
+        for gain in gains(body).values():
             gain.add_(0.25)
     body.save_pretrained(tmp_path)
     model = ShapedForSequenceClassification.from_pretrained(tmp_path, num_labels=200)

@@ -167,7 +167,7 @@ def test_gains_do_not_decay():
     groups = parameter_groups(model, 0.1)
     undecayed = {id(parameter) for parameter in groups[1]["params"]}
     assert groups[1]["weight_decay"] == 0.0
-    assert {id(gain) for gain in gains(model)} <= undecayed
+    assert {id(gain) for gain in gains(model).values()} <= undecayed
 
 
 def test_names_of_layers():

@@ -123,7 +123,7 @@ def test_what_is_trained(schedule, train, trained):
     encoder = ShapedEncoder(3, N, HEADS, gamma=0.3, train_gains=train, schedule=schedule)
     assert len(gains(encoder)) == 3 * trained
     encoder(torch.randn(2, 5, N)).square().sum().backward()
-    assert all(gain.grad is not None and gain.grad != 0 for gain in gains(encoder))
+    assert all(gain.grad is not None and gain.grad != 0 for gain in gains(encoder).values())
     saved = encoder.state_dict()
     assert sum("gamma1" in name for name in saved) == 3  # saved with the weights, trained or not
     other = ShapedEncoder(3, N, HEADS, gamma=0.1, train_gains=train, schedule=schedule)
@@ -159,7 +159,7 @@ def test_decay_is_for_matrices():
     encoder = ShapedEncoder(2, N, HEADS, gamma=0.3, schedule=Learn())
     matrices, others = parameter_groups(encoder, 0.1)
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert {id(p) for p in others["params"]} == {id(p) for p in gains(encoder)}
+    assert {id(p) for p in others["params"]} == {id(p) for p in gains(encoder).values()}
     assert len(matrices["params"]) + len(others["params"]) == len(list(encoder.parameters()))
     encoder.requires_grad_(False)
     assert [group["params"] for group in parameter_groups(encoder)] == [[], []]

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from shaped.checks import finite, in_range, positive, whole_number
+from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.hf.attention import NAME
+from shaped.nn.modules import DEEPEST
 from shaped.nn.schedules import Fixed, Learn, Recover, Schedule
 
 BLOCKS = ("shaped", "vanilla", "preln", "postln")
@@ -64,9 +65,10 @@ class ShapedConfig(PreTrainedConfig):
     eos_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        whole_number("hidden_size", self.hidden_size)
+        whole_number("num_hidden_layers", self.num_hidden_layers, most=DEEPEST)
         self.intermediate_size = 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
-        for name in (*sizes, "recover_steps"):
+        for name in ("vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings", "recover_steps"):
             whole_number(name, getattr(self, name))
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"num_attention_heads must divide hidden_size, {self.hidden_size}, got {self.num_attention_heads}")
@@ -81,12 +83,20 @@ class ShapedConfig(PreTrainedConfig):
                 in_range(name, getattr(self, name), 0.0, 1.0 if name == "gamma_feedforward" else 1e3)
                 if self.tie_word_embeddings and name.endswith("_std"):
                     positive(name, getattr(self, name))
-        positive("tau0", self.tau0)
-        finite("c_minus", self.c_minus)
+        positive("tau0", self.tau0, SINGLE)
+        finite("c_minus", self.c_minus, SINGLE)
         # Not written to config.json by transformers: a shaped model is shaped unless another attention is asked for.
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = NAME
         super().__post_init__(**kwargs)
+
+    def start_of_tables(self) -> float:
+        """Standard deviation of the embeddings' entries at the start."""
+        return (3 if self.type_vocab_size else 2) ** -0.5 if self.embedding_std is None else self.embedding_std
+
+    def start_of_head(self) -> float:
+        """That of the output matrix's entries."""
+        return self.hidden_size**-0.5 if self.head_std is None else self.head_std
 
     def shaping(self) -> Schedule:
         """What becomes of gamma1, gamma2 and the negative slope in training."""
