@@ -1,6 +1,8 @@
 """The package's own models: their law at initialisation, saving and loading, generation, and what they are called by Auto classes."""
 
+import json
 import math
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -201,6 +203,82 @@ def test_a_tied_head_starts_like_one_of_its_own(stds):
     assert per_token.mean().item() == pytest.approx(wanted, rel=5 * math.sqrt(2 / 399))
 
 
+@pytest.mark.parametrize("block", ["shaped", "preln"])
+def test_eager_is_the_same_attention_with_its_matrices(block):
+    model, eager = (made(ShapedForCausalLM, block=block, attn_implementation=name).double() for name in ("shaped", "eager"))
+    for given in ({"attention_mask": PADDING}, {"attention_mask": PADDING.flip(-1)}, {}):
+        expected, found = (one(tokens(), output_attentions=True, **given) for one in (model, eager))
+        real = given.get("attention_mask", torch.ones_like(PADDING)).bool()
+        assert (expected.logits - found.logits)[real].abs().max() < 1e-10
+        assert len(found.attentions) == DEPTH
+        assert all((A - B).abs().max() < 1e-10 for A, B in zip(expected.attentions, found.attentions, strict=True))
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "attention_mask": PADDING.flip(-1)}
+    assert torch.equal(eager.generate(tokens(), **settings), model.generate(tokens(), **settings))
+
+
+@pytest.mark.parametrize("kind", [ShapedModel, ShapedForCausalLM, ShapedForSequenceClassification])
+def test_what_quantises_models_finds_every_matrix(kind):
+    """bitsandbytes, torchao and PyTorch's own replace what is exactly an `nn.Linear`."""
+    model = made(kind)
+    matrices = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    assert matrices == 6 * DEPTH + (kind is not ShapedModel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own is to be torchao's
+        quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    assert sum(type(module) is torch.ao.nn.quantized.dynamic.Linear for module in quantised.modules()) == matrices
+    error = (quantised(tokens())[0] - model(tokens())[0]).abs().max()
+    assert 0 < error < 0.2
+
+
+def test_words_that_are_added_start_like_the_others():
+    """5 standard errors."""
+    model = made(ShapedForCausalLM, hidden_size=256, head_std=0.02, embedding_std=0.3)
+    model.resize_token_embeddings(VOCABULARY + 20, mean_resizing=False)
+    for table, std in ((model.get_input_embeddings(), 0.3), (model.get_output_embeddings(), 0.02)):
+        assert table.weight[VOCABULARY:].std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * 20 * 256))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": True, "top_k": 5},
+        {"num_beams": 2, "do_sample": True},
+        {"prompt_lookup_num_tokens": 2},
+        {"prefill_chunk_size": 4},
+        {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_ways_to_generate(settings):
+    """Each gives what it gives without a cache, where it can do without one."""
+    model = made(ShapedForCausalLM, bos_token_id=1, eos_token_id=None).double()
+    given: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones(1, 9, dtype=torch.long),
+    }
+    greedy = {"do_sample": False} | settings
+    torch.manual_seed(5)
+    found = model.generate(tokens(batch=1), **given, **greedy)
+    plain = {
+        name: value
+        for name, value in greedy.items()
+        if name not in ("prompt_lookup_num_tokens", "prefill_chunk_size")
+    }
+    torch.manual_seed(5)
+    assert torch.equal(found, model.generate(tokens(batch=1), use_cache=False, **given, **plain))
+
+
+def test_generation_with_an_assistant_and_from_a_past():
+    model, assistant = made(ShapedForCausalLM).double(), made(ShapedForCausalLM, seed=1).double()
+    ids, settings = tokens(batch=1), GenerationConfig(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, generation_config=settings)
+    assert torch.equal(model.generate(ids, generation_config=settings, assistant_model=assistant), expected)
+    past = model(ids[:, :5], use_cache=True).past_key_values
+    assert torch.equal(model.generate(ids, generation_config=settings, past_key_values=past), expected)
+
+
 def test_hidden_states_attentions_compilation_and_checkpointing():
     model, ids = made(ShapedForMaskedLM).double(), tokens()
     outputs = model(ids, output_hidden_states=True, output_attentions=True)
@@ -286,8 +364,23 @@ def test_packed_sequences_may_be_more_tokens_than_positions():
         ({"type_vocab_size": -1}, ["type_vocab_size", "-1"]),
         ({"hidden_size": 0}, ["hidden_size", "0"]),
         ({"attention_dropout": -0.1}, ["attention_dropout", "-0.1"]),
+        ({"hidden_size": None}, ["hidden_size", "whole number", "None"]),
+        ({"gamma_feedforward": "x"}, ["gamma_feedforward", "number", "x"]),
+        ({"c_minus": 1e50}, ["c_minus", "1e+30", "1e+50"]),
+        ({"tau0": 1e-50}, ["tau0", "1e-30", "1e-50"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "10000", "1000000000"]),
+        ({"vocab_size": 10**12}, ["sizes", "1e+12 weights", "3.2e+13"]),
     ],
 )
 def test_wrong_settings_are_named(wrong, words):
     with refused(*words):
         config(**wrong)
+
+
+@pytest.mark.parametrize("load", [AutoConfig.from_pretrained, AutoModel.from_pretrained, ShapedModel.from_pretrained])
+def test_a_file_that_asks_for_too_much_is_refused_before_memory_is_taken(load, tmp_path):
+    made(ShapedModel).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10**9}))
+    with refused("num_hidden_layers", "10000", "1000000000"):
+        load(tmp_path)

@@ -13,6 +13,7 @@ from shaped.nn.schedules import Fixed, Learn, Recover, Schedule
 
 BLOCKS = ("shaped", "vanilla", "preln", "postln")
 SCHEDULES = ("fixed", "learn", "recover")
+LARGEST_MODEL = 10**12  # weights: more than any machine has room for
 
 
 class ShapedConfig(PreTrainedConfig):
@@ -70,6 +71,9 @@ class ShapedConfig(PreTrainedConfig):
         self.intermediate_size = 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
         for name in ("vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings", "recover_steps"):
             whole_number(name, getattr(self, name))
+        whole_number("type_vocab_size", self.type_vocab_size, least=0)
+        if self.weights() > LARGEST_MODEL:
+            raise ValueError(f"sizes must make at most {LARGEST_MODEL:g} weights, got a config of {self.weights():g}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"num_attention_heads must divide hidden_size, {self.hidden_size}, got {self.num_attention_heads}")
         for name, choices in (("block", BLOCKS), ("schedule", SCHEDULES)):
@@ -77,7 +81,6 @@ class ShapedConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("gamma", "attention_dropout", "hidden_dropout"):
             in_range(name, getattr(self, name), 0.0, 1.0)
-        whole_number("type_vocab_size", self.type_vocab_size, least=0)
         for name in ("gamma_feedforward", "embedding_std", "head_std"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 0.0, 1.0 if name == "gamma_feedforward" else 1e3)
@@ -89,6 +92,11 @@ class ShapedConfig(PreTrainedConfig):
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = NAME
         super().__post_init__(**kwargs)
+
+    def weights(self) -> int:
+        """Entries of the tables and of the blocks' matrices."""
+        tables = self.vocab_size + self.max_position_embeddings + self.type_vocab_size
+        return self.hidden_size * (tables + self.num_hidden_layers * (4 * self.hidden_size + 2 * (self.intermediate_size or 0)))
 
     def start_of_tables(self) -> float:
         """Standard deviation of the embeddings' entries at the start."""

@@ -14,10 +14,11 @@ from transformers.models.auto import modeling_auto
 from shaped.hf import ShapedConfig, ShapedForCausalLM, ShapedForMaskedLM, ShapedForSequenceClassification, ShapedModel
 
 # The tests know by these tables which labels a class takes, and that a model without a head takes none.
-modeling_auto.MODEL_MAPPING_NAMES["shaped"] = "ShapedModel"
-modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES["shaped"] = "ShapedForMaskedLM"
-modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["shaped"] = "ShapedForCausalLM"
-modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["shaped"] = "ShapedForSequenceClassification"
+tables: Any = modeling_auto
+tables.MODEL_MAPPING_NAMES["shaped"] = "ShapedModel"
+tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES["shaped"] = "ShapedForMaskedLM"
+tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["shaped"] = "ShapedForCausalLM"
+tables.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["shaped"] = "ShapedForSequenceClassification"
 
 
 class Tester:
