@@ -88,9 +88,6 @@ class ShapedConfig(PreTrainedConfig):
                     positive(name, getattr(self, name))
         positive("tau0", self.tau0, SINGLE)
         finite("c_minus", self.c_minus, SINGLE)
-        # Not written to config.json by transformers: a shaped model is shaped unless another attention is asked for.
-        if kwargs.get("attn_implementation") is None:
-            kwargs["attn_implementation"] = NAME
         super().__post_init__(**kwargs)
 
     def weights(self) -> int:

@@ -118,7 +118,7 @@ def saying_what_is_dropped(from_dict: Callable[..., Any]) -> Callable[..., Any]:
     def read(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
         saved, choice = config_dict.get("attn_implementation"), kwargs.get("attn_implementation")
         has_gains = config_dict.get("shaped") or issubclass(cls, ShapedConfig)  # the model itself then says it
-        if saved is not None and NAME in str(saved) and choice not in (None, NAME) and not has_gains:
+        if NAME in str(saved) and choice is not None and NAME not in str(choice) and not has_gains:
             warn_of(choice, cls)
         return from_dict(cls, config_dict, **kwargs)
 

@@ -98,6 +98,10 @@ class ShapedPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": ShapedLayer, "attentions": Attend}
 
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Shaped unless another attention is asked for, also as part of a model that says nothing about its parts."""
+        return super().get_correct_attn_implementation(requested_attention or NAME, is_init_check)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As the modules initialise themselves. transformers sees to it that what came from a checkpoint is left alone."""
