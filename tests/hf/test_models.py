@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    GenerationConfig,
 )
 
 from refusals import refused
@@ -126,31 +125,6 @@ def test_padding_changes_nothing(block):
     assert (causal(ids, attention_mask=PADDING).logits[1] - causal(ids[1:, :6]).logits[0]).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("block", ["shaped", "preln"])
-def test_generation_does_not_depend_on_the_cache(block, padded):
-    model = made(ShapedForCausalLM, block=block).double()
-    mask = PADDING.flip(-1) if padded else torch.ones_like(PADDING)
-    settings = GenerationConfig(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
-    without, dynamic, static = (
-        model.generate(tokens(), attention_mask=mask, generation_config=settings, **cache)
-        for cache in (
-            {"use_cache": False},
-            {"use_cache": True},
-            {"cache_implementation": "static", "disable_compile": True},
-        )
-    )
-    assert without.shape == (2, 17)
-    assert torch.equal(dynamic, without)
-    assert torch.equal(static, without)
-    beams = [
-        model.generate(tokens(), attention_mask=mask, generation_config=settings, num_beams=3, **cache)
-        for cache in ({"use_cache": False}, {"use_cache": True}, {"cache_implementation": "static", "disable_compile": True})
-    ]
-    assert torch.equal(beams[1], beams[0])
-    assert torch.equal(beams[2], beams[0])
-
-
 def test_a_decoder_does_not_look_ahead_and_an_encoder_does():
     for kind, looks in ((ShapedForCausalLM, False), (ShapedForMaskedLM, True)):
         model, ids = made(kind), tokens()
@@ -225,7 +199,7 @@ def test_what_quantises_models_finds_every_matrix(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's own is to be torchao's
         quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-    assert sum(type(module) is torch.ao.nn.quantized.dynamic.Linear for module in quantised.modules()) == matrices
+    assert sum(module._get_name() == "DynamicQuantizedLinear" for module in quantised.modules()) == matrices
     error = (quantised(tokens())[0] - model(tokens())[0]).abs().max()
     assert 0 < error < 0.2
 
@@ -236,47 +210,6 @@ def test_words_that_are_added_start_like_the_others():
     model.resize_token_embeddings(VOCABULARY + 20, mean_resizing=False)
     for table, std in ((model.get_input_embeddings(), 0.3), (model.get_output_embeddings(), 0.02)):
         assert table.weight[VOCABULARY:].std().item() == pytest.approx(std, rel=5 / math.sqrt(2 * 20 * 256))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"do_sample": True, "top_k": 5},
-        {"num_beams": 2, "do_sample": True},
-        {"prompt_lookup_num_tokens": 2},
-        {"prefill_chunk_size": 4},
-        {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_ways_to_generate(settings):
-    """Each gives what it gives without a cache, where it can do without one."""
-    model = made(ShapedForCausalLM, bos_token_id=1, eos_token_id=None).double()
-    given: dict[str, Any] = {
-        "max_new_tokens": 6,
-        "min_new_tokens": 6,
-        "pad_token_id": 0,
-        "attention_mask": torch.ones(1, 9, dtype=torch.long),
-    }
-    greedy = {"do_sample": False} | settings
-    torch.manual_seed(5)
-    found = model.generate(tokens(batch=1), **given, **greedy)
-    plain = {
-        name: value
-        for name, value in greedy.items()
-        if name not in ("prompt_lookup_num_tokens", "prefill_chunk_size")
-    }
-    torch.manual_seed(5)
-    assert torch.equal(found, model.generate(tokens(batch=1), use_cache=False, **given, **plain))
-
-
-def test_generation_with_an_assistant_and_from_a_past():
-    model, assistant = made(ShapedForCausalLM).double(), made(ShapedForCausalLM, seed=1).double()
-    ids, settings = tokens(batch=1), GenerationConfig(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
-    expected = model.generate(ids, generation_config=settings)
-    assert torch.equal(model.generate(ids, generation_config=settings, assistant_model=assistant), expected)
-    past = model(ids[:, :5], use_cache=True).past_key_values
-    assert torch.equal(model.generate(ids, generation_config=settings, past_key_values=past), expected)
 
 
 def test_hidden_states_attentions_compilation_and_checkpointing():

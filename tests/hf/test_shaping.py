@@ -208,8 +208,8 @@ class Wrapped(torch.nn.Module):
 
 @pytest.mark.parametrize("make", [bert, llama, own])
 def test_wrapped_gains_are_the_gains(make):
-    model, given = made(make, "shaped" if make is own else "sdpa", **({"schedule": "learn"} if make is own else {})), inputs(make.__name__)
-    model = model if make is own else hf.shape(model, learn=True, gamma1=0.6)
+    model = made(own, schedule="learn") if make is own else hf.shape(made(make, "sdpa"), learn=True, gamma1=0.6)
+    given = inputs(make.__name__)
     expected = model(**given).logits
     for module in list(model.modules()):
         if isinstance(getattr(module, "shaping", None), AttentionShaping):

@@ -263,7 +263,7 @@ Q, X = torch.zeros(1, 2, 6, 4), torch.zeros(2, 5, 3)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: attention_entropy(None, Q), ["q", "tensor", "None"]),
+        (lambda: attention_entropy(None, Q), ["q", "tensor", "None"]),  # pyright: ignore
         (lambda: attention_entropy(Q[0, 0], Q), ["q", "heads", "(6, 4)"]),
         (lambda: attention_entropy(Q, Q[..., :3]), ["k", "features", "3"]),
         (lambda: attention_entropy(Q, Q.expand(3, 2, 6, 4)), ["k", "batch", "3"]),
@@ -273,11 +273,11 @@ Q, X = torch.zeros(1, 2, 6, 4), torch.zeros(2, 5, 3)
         (lambda: attention_entropy(Q, Q, attn_mask=torch.ones(5, 5)), ["attn_mask", "(5, 5)"]),
         (lambda: attention_entropy(Q, Q, attn_mask=torch.ones(6, 6, dtype=torch.long)), ["attn_mask", "boolean", "int64"]),
         (lambda: attention_entropy(Q, Q, block=0), ["block", "0"]),
-        (lambda: token_correlation([[1.0]]), ["x", "tensor"]),
+        (lambda: token_correlation([[1.0]]), ["x", "tensor"]),  # pyright: ignore
         (lambda: token_correlation(X[0, 0]), ["x", "[..., tokens, features]", "[3]"]),
         (lambda: token_correlation(X.long()), ["x", "floats", "int64"]),
         (lambda: token_correlation(X, torch.ones(2, 4)), ["real", "[2, 5]", "[2, 4]"]),
-        (lambda: token_correlation(X, [1, 1]), ["real", "tensor", "[1, 1]"]),
+        (lambda: token_correlation(X, [1, 1]), ["real", "tensor", "[1, 1]"]),  # pyright: ignore
     ],
 )
 def test_diagnostics_name_what_is_wrong(call, words):
