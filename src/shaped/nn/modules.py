@@ -33,8 +33,8 @@ def matrix(features: int, outputs: int, std: float) -> nn.Linear:
 
 
 def starting_at(layer: Stock, std: float) -> Stock:
-    """The layer, made on the meta device, where the default device is, with entries N(0, std²). It keeps `std`, to be drawn anew by it."""
-    layer = layer.to_empty(device=torch.get_default_device())
+    """The layer, made on the meta device, where nothing is drawn, with entries N(0, std²). It keeps `std`, to be drawn anew by it."""
+    layer.weight = nn.Parameter(torch.empty(layer.weight.shape))
     layer.__dict__["std"] = std
     nn.init.normal_(layer.weight, std=std)
     return layer
