@@ -2,7 +2,7 @@
 PYTHON ?= python3
 bin := .venv/bin
 
-.PHONY: run test lint types imports unit bench clean
+.PHONY: run test lint types imports unit hf-common bench clean
 
 run: .venv/installed
 	$(bin)/shaped reproduce all --scale quick --out out
@@ -22,6 +22,10 @@ imports: .venv/installed
 unit: .venv/installed
 	$(bin)/pytest
 
+# transformers' own tests over the models of this package; fetches them through pip the first time.
+hf-common: .venv/installed
+	$(bin)/python tests/hf/common/run.py -n 2 -q
+
 bench: .venv/installed
 	for benchmark in limit finite attention train; do $(bin)/python benchmarks/$$benchmark.py || exit 1; done
 
@@ -33,4 +37,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv .cache out

@@ -41,7 +41,7 @@ def main() -> None:
     if not data:
         raise SystemExit(f"--text must have at least {LENGTH} characters, got fewer in {options.text}")
     config = GPT2Config(vocab_size=len(alphabet), n_positions=LENGTH, n_embd=64, n_layer=12, n_head=4, bos_token_id=None, eos_token_id=None)
-    model = shape(GPT2LMHeadModel(config), tau0=None)  # tau0=None keeps GPT-2's own scaling, so that the way back is open
+    model = shape(GPT2LMHeadModel(config))  # with GPT-2's own scaling, so that the way back is open
     diagnostics = DiagnosticsCallback(every=max(1, options.steps // 4))
     trainer = Trainer(
         model=model,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 HUGE = 1e100  # beyond it squares leave the float range
 LARGEST = 2**53  # whole numbers that a float still has
+SINGLE = 1e30  # single precision still has it times a large feature
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: float = LARGEST) -> int:
@@ -50,16 +51,25 @@ def in_range(name: str, value: Any, low: float, high: float) -> float:
     return float(value)
 
 
-def positive(name: str, value: Any) -> float:
-    if not 1.0 / HUGE <= _float(name, value) <= HUGE:
-        raise ValueError(f"{name} must be positive and finite, got {value}")
-    return float(value)
+def positive(name: str, value: Any, most: float = HUGE) -> float:
+    """The value as a float in [1/most, most]."""
+    number = _float(name, value)
+    if not 1.0 / most <= number <= most:
+        raise ValueError(f"{name} must be positive and finite{_range(number, f'in [{1.0 / most:g}, {most:g}]')}, got {value}")
+    return number
 
 
-def finite(name: str, value: Any) -> float:
-    if not abs(_float(name, value)) <= HUGE:
-        raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
+def finite(name: str, value: Any, most: float = HUGE) -> float:
+    """The value as a float in [-most, most]."""
+    number = _float(name, value)
+    if not abs(number) <= most:
+        raise ValueError(f"{name} must be finite{_range(number, f'in [{-most:g}, {most:g}]')}, got {value}")
+    return number
+
+
+def _range(number: float, bounds: str) -> str:
+    """The bounds, for a number that is refused although it is a positive or a finite one."""
+    return f" and {bounds}" if 0.0 < abs(number) < float("inf") else ""
 
 
 def slope(name: str, value: Any) -> float:

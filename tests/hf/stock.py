@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from transformers import (
     MistralForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
     T5Config,
@@ -63,6 +66,19 @@ def modernbert(**kwargs):
 
 def gpt2(**kwargs):
     return GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=40, **TOKENS, **kwargs)
+
+
+def gpt_bigcode(**kwargs):
+    with warnings.catch_warnings():  # its module is compiled by what PyTorch warns of
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 40}
+    return GPTBigCodeForCausalLM, GPTBigCodeConfig(**sizes, **TOKENS, **kwargs)
+
+
+def opt(**kwargs):
+    sizes: dict[str, Any] = {name: size for name, size in ENCODER.items() if name != "intermediate_size"}
+    return OPTForCausalLM, OPTConfig(**sizes, ffn_dim=24, word_embed_proj_dim=16, max_position_embeddings=40, **TOKENS, **kwargs)
 
 
 def llama(**kwargs):
@@ -109,6 +125,8 @@ ENCODERS = {make.__name__: make for make in (bert, roberta, modernbert)}
 DECODERS = {make.__name__: make for make in (gpt2, llama, mistral)}
 BOTH = {make.__name__: make for make in (t5, bart)}
 IMAGES = {"vit": vit}
+SILENT = {make.__name__: make for make in (gpt2, opt, gpt_bigcode)}
+"""Decoders that do not hand `output_attentions` on to their attention."""
 
 
 def made(make, implementation="shaped", seed=0, **kwargs) -> Any:

@@ -6,7 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from stock import BOTH, DECODERS, ENCODER, ENCODERS, IMAGES, PAD, TOKENS, VOCABULARY, bart, bert, gpt2, llama, made, mistral, own, t5, umt5
+from stock import (
+    BOTH,
+    DECODERS,
+    ENCODER,
+    ENCODERS,
+    IMAGES,
+    PAD,
+    SILENT,
+    TOKENS,
+    VOCABULARY,
+    bart,
+    bert,
+    gpt2,
+    llama,
+    made,
+    mistral,
+    own,
+    t5,
+    umt5,
+)
 from transformers import DynamicCache, StaticCache
 
 from refusals import refused
@@ -166,13 +185,35 @@ def test_attentions_can_be_looked_at(name):
     assert rows.min() < 0
 
 
-@pytest.mark.parametrize("make", [bert, llama, own])
-def test_attentions_can_be_asked_for_in_the_config(make):
+@pytest.mark.parametrize("name", EVERY | SILENT)
+def test_every_matrix_is_the_one_of_the_definition(name):
+    """Self-attention and cross-attention, whether the model hands `output_attentions` on to its attention or not."""
+    make, given = (EVERY | SILENT)[name], inputs(name)
+    ours, reference = (made(make, implementation)(**given, output_attentions=True) for implementation in ("shaped", "reference"))
+    kinds = [kind for kind in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions") if ours.get(kind)]
+    assert len(kinds) == (3 if "decoder_input_ids" in given else 1)
+    for kind in kinds:
+        assert len(ours[kind]) == (4 if name == "modernbert" else 2)
+        assert all((one - other).abs().max() < 1e-10 for one, other in zip(ours[kind], reference[kind], strict=True)), kind
+
+
+@pytest.mark.parametrize("make", [bert, llama, gpt2, own])
+def test_attentions_can_be_asked_for_in_the_config(make, tmp_path):
     model, ids = made(make), tokens()
     expected = model(input_ids=ids, output_attentions=True).attentions
     asked = made(make, output_attentions=True)
-    assert all(torch.equal(one, other) for one, other in zip(asked(input_ids=ids).attentions, expected, strict=True))
+    model.config.output_attentions = True
+    model.save_pretrained(tmp_path)
+    for one in (asked, model, type(model).from_pretrained(tmp_path).double()):
+        assert all((A - B).abs().max() < 1e-10 for A, B in zip(one(input_ids=ids).attentions, expected, strict=True))
     assert asked(input_ids=ids, output_attentions=False).attentions is None
+
+
+def test_attentions_beside_a_fused_kernel_are_still_refused():
+    config = bert()[1]
+    config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="sdpa"):
+        config.output_attentions = True
 
 
 def test_attentions_are_those_after_dropout():
@@ -244,7 +285,8 @@ def test_set_attn_implementation_reaches_every_part(name, choice):
     stock = model(**given).logits
     model.set_attn_implementation(choice)
     assert torch.equal(model(**given).logits, made(EVERY[name])(**given).logits)
-    model.set_attn_implementation("sdpa")
+    with pytest.warns(UserWarning, match="drops the shaping"):
+        model.set_attn_implementation("sdpa")
     assert torch.equal(model(**given).logits, stock)
 
 

@@ -1,5 +1,6 @@
 """Stock models that were shaped: saved and loaded with their gains, trained, and made plain again."""
 
+import copy
 import json
 import math
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stock import BOTH, DECODERS, ENCODERS, IMAGES, bart, bert, gpt2, llama, made, t5
+from stock import BOTH, DECODERS, ENCODERS, IMAGES, bart, bert, gpt2, llama, made, own, t5
 from test_interface import inputs
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, BertForSequenceClassification
 
@@ -50,7 +51,8 @@ def test_through_the_auto_classes(make, auto, tmp_path):
     base = AutoModel.from_pretrained(tmp_path)
     assert torch.equal(base(**given)[0], model.base_model(**given)[0])
     assert "attn_implementation" in json.loads((tmp_path / "config.json").read_text())  # without shaped.hf, transformers refuses it
-    stock = auto.from_pretrained(tmp_path, attn_implementation="sdpa")
+    with pytest.warns(UserWarning, match="drops the shaping"):
+        stock = auto.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert stock.config._attn_implementation == "sdpa"
     assert torch.equal(stock(**given).logits, made(make, "sdpa").float()(**given).logits)
     stock.save_pretrained(tmp_path / "stock")
@@ -98,7 +100,7 @@ def test_cross_attention_has_no_gains(make, count):
     model = hf.shape(made(make, "sdpa"), learn=True)
     assert len(shapings(model)) == count
     model(**inputs(make.__name__)).logits.square().sum().backward()
-    assert all(gain.grad is not None and gain.grad.item() != 0 for gain in gains(model))
+    assert all(gain.grad is not None and gain.grad.item() != 0 for gain in gains(model).values())
     assert all(shaping.gamma1.dtype == torch.float64 for shaping in shapings(model))
 
 
@@ -175,7 +177,7 @@ def test_gains_that_a_checkpoint_lacks_start_where_they_should(tmp_path):
     kind, config = bert()
     config.shaped = {"tau0": None, "learn": True, "gamma1": 0.4, "gamma2": 0.7, "instead_of": "sdpa"}
     model = kind.from_pretrained(tmp_path, config=config, attn_implementation="shaped")
-    assert [gain.item() for gain in gains(model)] == pytest.approx([0.4, 0.7] * 2)
+    assert [gain.item() for gain in gains(model).values()] == pytest.approx([0.4, 0.7] * 2)
 
 
 def test_parts_of_a_composite_model_are_loaded_shaped(tmp_path):
@@ -190,6 +192,53 @@ def test_parts_of_a_composite_model_are_loaded_shaped(tmp_path):
     part = CLIPTextModel.from_pretrained(tmp_path)
     assert part.config._attn_implementation == "shaped"
     assert torch.equal(part(ids)[0], clip.text_model(ids)[0])
+
+
+class Wrapped(torch.nn.Module):
+    """As PEFT's `modules_to_save` wraps a module: a frozen original, and a copy that is trained and called in its place."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.original_module, self.modules_to_save = module.requires_grad_(False), torch.nn.ModuleDict({"default": copy.deepcopy(module)})
+        self.modules_to_save.requires_grad_(True)
+
+    def forward(self, *args):
+        return self.modules_to_save["default"](*args)
+
+
+@pytest.mark.parametrize("make", [bert, llama, own])
+def test_wrapped_gains_are_the_gains(make):
+    model = made(own, schedule="learn") if make is own else hf.shape(made(make, "sdpa"), learn=True, gamma1=0.6)
+    given = inputs(make.__name__)
+    expected = model(**given).logits
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "shaping", None), AttentionShaping):
+            module.shaping = Wrapped(module.shaping)
+    found = model(**given).logits
+    assert torch.equal(found, expected)
+    found.square().sum().backward()
+    trained = {name: gain for name, gain in gains(model).items() if "modules_to_save.default.gamma" in name}
+    assert len(trained) == 4
+    assert all(gain.grad is not None and gain.grad.item() != 0 for gain in trained.values())
+
+
+def test_wrapped_gains_can_be_taken_away():
+    model, given = hf.shape(made(bert, "sdpa")), inputs("bert")
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.shaping = Wrapped(layer.attention.self.shaping)
+    Recover(3).apply(model, 3)
+    plain = hf.vanilla(model)
+    assert not shapings(plain)
+    assert torch.equal(plain(**given).logits, made(bert, "sdpa")(**given).logits)
+
+
+@pytest.mark.parametrize("wrong", [lambda: (1.0,), 1.0, lambda: "gains", "plain"])
+def test_shaping_that_is_not_understood_is_refused(wrong):
+    module = torch.nn.Linear(1, 1)
+    module.__dict__["shaping"] = wrong
+    q, k, v = torch.randn(3, 1, 2, 5, 16, generator=generator(5))
+    with refused("shaping", "gamma1", "Linear"):
+        attention_forward(module, q, k, v, None, is_causal=False)
 
 
 def test_models_of_ones_own_around_a_stock_one():

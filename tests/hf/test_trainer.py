@@ -62,7 +62,7 @@ def model_of(schedule, seed=0) -> Any:
     return ShapedForMaskedLM(ShapedConfig(**sizes, gamma=0.3, schedule=schedule, recover_steps=15))
 
 
-def trainer_of(model, folder, callbacks, steps=20, rate=3e-3, data=None, clip=1.0, batch=8, accumulate=1):
+def trainer_of(model, folder, callbacks, steps=20, rate=3e-3, data=None, clip=1.0, batch=8, accumulate=1, report_to=()):
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -73,7 +73,7 @@ def trainer_of(model, folder, callbacks, steps=20, rate=3e-3, data=None, clip=1.
         save_steps=10,
         logging_steps=1,
         max_grad_norm=clip,
-        report_to=[],
+        report_to=list(report_to),
         use_cpu=True,
         seed=3,
         disable_tqdm=True,
@@ -114,6 +114,24 @@ def test_a_cut_off_log_is_continued(tmp_path):
     trainer.train()
     rows = [json.loads(line) for line in (tmp_path / "diagnostics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 5]
+
+
+def test_diagnostics_are_logged_as_a_loss_is(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    callback = DiagnosticsCallback(every=2)
+    trainer = trainer_of(model_of("learn"), tmp_path, [callback], steps=3, report_to=["tensorboard"])
+    trainer.train()
+    events = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents.*")).parent)).Reload()
+    names = ("entropy", "correlation", "gradient_norm", "gamma1", "gamma2")
+    for name in names:
+        for layer in ("model.layers.0", "model.layers.1"):
+            logged = {event.step: event.value for event in events.Scalars(f"train/{name}/{layer}")}
+            assert logged == pytest.approx({row["step"]: row[name][layer] for row in callback.history}, rel=1e-6)
+    in_history = [row for row in trainer.state.log_history if "entropy/model.layers.0" in row]
+    assert [row["step"] for row in in_history] == [0, 2]
+    assert "train/loss" in events.Tags()["scalars"]
+    assert "entropy" not in capsys.readouterr().out  # too much for a console
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -167,7 +185,7 @@ def test_gains_do_not_decay():
     groups = parameter_groups(model, 0.1)
     undecayed = {id(parameter) for parameter in groups[1]["params"]}
     assert groups[1]["weight_decay"] == 0.0
-    assert {id(gain) for gain in gains(model)} <= undecayed
+    assert {id(gain) for gain in gains(model).values()} <= undecayed
 
 
 def test_names_of_layers():
@@ -237,6 +255,34 @@ def test_wrong_input_is_named():
         DiagnosticsCallback(every=0)
     with refused("schedule", "Recover"):
         ShapingCallback(Recover(3)).on_train_begin(None, type("State", (), {"global_step": 0}), None, model=model_of("learn"))  # pyright: ignore
+
+
+Q, X = torch.zeros(1, 2, 6, 4), torch.zeros(2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: attention_entropy(None, Q), ["q", "tensor", "None"]),  # pyright: ignore
+        (lambda: attention_entropy(Q[0, 0], Q), ["q", "heads", "(6, 4)"]),
+        (lambda: attention_entropy(Q, Q[..., :3]), ["k", "features", "3"]),
+        (lambda: attention_entropy(Q, Q.expand(3, 2, 6, 4)), ["k", "batch", "3"]),
+        (lambda: attention_entropy(Q.expand(1, 2, 6, 4), Q.expand(1, 2, 6, 4).repeat(1, 2, 1, 1)), ["k", "heads", "4"]),
+        (lambda: attention_entropy(Q, Q[..., :4, :]), ["q", "tokens", "6"]),
+        (lambda: attention_entropy(Q, Q, scale=math.inf), ["scale", "finite", "inf"]),
+        (lambda: attention_entropy(Q, Q, attn_mask=torch.ones(5, 5)), ["attn_mask", "(5, 5)"]),
+        (lambda: attention_entropy(Q, Q, attn_mask=torch.ones(6, 6, dtype=torch.long)), ["attn_mask", "boolean", "int64"]),
+        (lambda: attention_entropy(Q, Q, block=0), ["block", "0"]),
+        (lambda: token_correlation([[1.0]]), ["x", "tensor"]),  # pyright: ignore
+        (lambda: token_correlation(X[0, 0]), ["x", "[..., tokens, features]", "[3]"]),
+        (lambda: token_correlation(X.long()), ["x", "floats", "int64"]),
+        (lambda: token_correlation(X, torch.ones(2, 4)), ["real", "[2, 5]", "[2, 4]"]),
+        (lambda: token_correlation(X, [1, 1]), ["real", "tensor", "[1, 1]"]),  # pyright: ignore
+    ],
+)
+def test_diagnostics_name_what_is_wrong(call, words):
+    with refused(*words):
+        call()
 
 
 def test_entropy_is_not_rounded_by_autocast():

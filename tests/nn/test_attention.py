@@ -204,6 +204,10 @@ Q4 = torch.zeros(B, 4, K, E)
         ({"positions": torch.arange(1, K + 1)}, ["positions", "0 to 6", "7"]),
         ({"positions": torch.arange(-1, K - 1)}, ["positions", "0 to 6", "-1"]),
         ({"gamma1": float("nan")}, ["gamma1", "nan"]),
+        ({"scale": float("inf")}, ["scale", "finite", "inf"]),
+        ({"scale": float("nan")}, ["scale", "finite", "nan"]),
+        ({"scale": 1e60}, ["scale", "1e+30", "1e+60"]),
+        ({"scale": "x"}, ["scale", "number", "x"]),
         ({"k": Q4.to("meta"), "v": Q4}, ["k must", "meta"]),
     ],
 )

@@ -9,6 +9,7 @@ import shaped
 from refusals import refused
 from shaped.covariance import correlation, gram, vech
 from shaped.nn import (
+    AttentionShaping,
     Fixed,
     LayerNormBlock,
     Learn,
@@ -123,7 +124,7 @@ def test_what_is_trained(schedule, train, trained):
     encoder = ShapedEncoder(3, N, HEADS, gamma=0.3, train_gains=train, schedule=schedule)
     assert len(gains(encoder)) == 3 * trained
     encoder(torch.randn(2, 5, N)).square().sum().backward()
-    assert all(gain.grad is not None and gain.grad != 0 for gain in gains(encoder))
+    assert all(gain.grad is not None and gain.grad != 0 for gain in gains(encoder).values())
     saved = encoder.state_dict()
     assert sum("gamma1" in name for name in saved) == 3  # saved with the weights, trained or not
     other = ShapedEncoder(3, N, HEADS, gamma=0.1, train_gains=train, schedule=schedule)
@@ -159,7 +160,7 @@ def test_decay_is_for_matrices():
     encoder = ShapedEncoder(2, N, HEADS, gamma=0.3, schedule=Learn())
     matrices, others = parameter_groups(encoder, 0.1)
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert {id(p) for p in others["params"]} == {id(p) for p in gains(encoder)}
+    assert {id(p) for p in others["params"]} == {id(p) for p in gains(encoder).values()}
     assert len(matrices["params"]) + len(others["params"]) == len(list(encoder.parameters()))
     encoder.requires_grad_(False)
     assert [group["params"] for group in parameter_groups(encoder)] == [[], []]
@@ -260,6 +261,17 @@ def test_a_small_encoder_learns(schedule):
     assert sum(losses[-5:]) < 0.25 * sum(losses[:5])
 
 
+def block(**gammas):
+    return ShapedTransformerBlock(ShapedSelfAttention(8, 2), ShapedFeedForwardBlock(8), **gammas)
+
+
+def test_gains_have_names():
+    encoder = ShapedEncoder(2, 8, 2, gamma=0.5, schedule=Learn())
+    parameters = dict(encoder.named_parameters())
+    assert set(gains(encoder)) == {name for name, parameter in parameters.items() if parameter.ndim == 1}
+    assert all(gain is parameters[name] for name, gain in gains(encoder).items())
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -277,6 +289,17 @@ def test_a_small_encoder_learns(schedule):
         (lambda: ShapedSelfAttention(8, 2, schedule=Recover), ["schedule", "Recover(steps)", "class"]),  # pyright: ignore
         (lambda: parameter_groups(torch.nn.Linear(2, 2), -1.0), ["weight_decay", "-1.0"]),
         (lambda: ShapedEncoder(1, 8, 2, gamma=1.5), ["gamma", "1.5"]),
+        (lambda: ShapedEncoder(1, 8, 2, gamma=None), ["gamma", "number", "None"]),  # pyright: ignore
+        (lambda: ShapedEncoder(10**9, 8, 2, gamma=0.5), ["depth", "10000", "1000000000"]),
+        (lambda: ShapedEncoder(1, None, 2, gamma=0.5), ["width", "whole number", "None"]),  # pyright: ignore
+        (lambda: ShapedSelfAttention(None, 2), ["width", "whole number", "None"]),  # pyright: ignore
+        (lambda: ShapedFeedForwardBlock(None), ["width", "whole number", "None"]),  # pyright: ignore
+        (lambda: ShapedFeedForwardBlock(8, c_minus=1e50), ["c_minus", "1e+30", "1e+50"]),
+        (lambda: ShapedSelfAttention(8, 2, tau0=1e-50), ["tau0", "1e-30", "1e-50"]),
+        (lambda: AttentionShaping(gamma2=1e50), ["gamma2", "1e+30", "1e+50"]),
+        (lambda: block(gamma=0.5, gamma_feedforward="x"), ["gamma_feedforward", "number", "x"]),
+        (lambda: block(gamma=0.5, gamma_feedforward=2.0), ["gamma_feedforward", "2.0"]),
+        (lambda: block(gamma="x", gamma_feedforward=0.5), ["gamma must", "x"]),
     ],
 )
 def test_wrong_input_is_named(call, words):

@@ -78,13 +78,13 @@ def test_the_operator_is_as_pytorch_wants_it():
 @pytest.mark.parametrize("shaped", [True, False])
 def test_a_layer_with_one_product_takes_it(shaped, monkeypatch):
     """One layer for queries, keys and values beside each other: the same outputs, through the operator where that fits, or not."""
-    from shaped.nn.modules import Matrix, ShapedSelfAttention
+    from shaped.nn.modules import ShapedSelfAttention, matrix
 
     attention = ShapedSelfAttention(16, 2, shaped=shaped).double()
     x = torch.randn(2, 5, 16, generator=generator(123), dtype=torch.float64)
     padding = torch.arange(5) < torch.tensor([5, 3])[:, None, None, None]
     expected, padded = attention(x), attention(x, padding)
-    together = Matrix(16, 48, 1.0).double()
+    together = matrix(16, 48, 1.0).double()
     together.weight.data = torch.cat([layer.weight for layer in (attention.query, attention.key, attention.value)]).detach()
     attention.join(together)
     assert (attention(x) - expected).abs().max() < 1e-12

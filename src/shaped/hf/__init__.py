@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from shaped.hf.callbacks import DiagnosticsCallback as DiagnosticsCallback
 from shaped.hf.callbacks import ShapingCallback as ShapingCallback
 from shaped.hf.configuration import ShapedConfig as ShapedConfig
+from shaped.hf.extensions import extend_transformers
 from shaped.hf.models import ShapedForCausalLM as ShapedForCausalLM
 from shaped.hf.models import ShapedForMaskedLM as ShapedForMaskedLM
 from shaped.hf.models import ShapedForSequenceClassification as ShapedForSequenceClassification
 from shaped.hf.models import ShapedModel as ShapedModel
-from shaped.hf.shaping import extend_transformers
 from shaped.hf.shaping import shape as shape
 from shaped.hf.shaping import vanilla as vanilla
 from shaped.nn.blocks import parameter_groups as parameter_groups

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.output_capturing import _active_collector
 
 from shaped.nn.attention import shaped_attention
-from shaped.nn.modules import AttentionShaping, ShapedSelfAttention
+from shaped.nn.modules import ShapedSelfAttention
 
 NAME = "shaped"
 NOT_HERE = ("softcap", "s_aux", "indices", "block_indices")
@@ -45,10 +46,12 @@ def attention_forward(
     for name in NOT_HERE:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} must be None for attn_implementation='{NAME}', got one from {type(module).__name__}")
+    wanted = matrices_wanted(module, kwargs.pop("output_attentions", None))
     if is_cross_attention(module):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias=position_bias, **kwargs
-        )
+        kwargs |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+        values = one_hot_values(key, value) if wanted else value
+        attended, _ = sdpa_attention_forward(module, query, key, values, attention_mask, **kwargs)
+        return mixed_by(attended.transpose(1, 2), value) if wanted else (attended, None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = causal or getattr(module, "is_decoder", False) is True  # some decoders (UMT5) do not say that they are causal
     Q, K = query.shape[-2], key.shape[-2]
@@ -72,23 +75,44 @@ def attention_forward(
         observer(module, query, key, scale, mask, causal)
     arguments: dict[str, Any] = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": causal, "attn_mask": mask}
     arguments |= {"positions": positions, "dropout_p": dropout}
-    if kwargs.get("output_attentions", getattr(getattr(module, "config", None), "output_attentions", False)):
-        weights = attention_weights(query, key, value, **arguments)
-        return (weights @ _for_each(query.shape[1], value)).transpose(1, 2).contiguous(), weights
+    if wanted:
+        return mixed_by(shaped_attention(query, key, one_hot_values(key, value), **arguments), value)
     return shaped_attention(query, key, value, **arguments).transpose(1, 2).contiguous(), None
 
 
-def gains_of(module: nn.Module) -> tuple[Tensor | float, ...]:
-    """A module's gamma1 and gamma2: those of its shaping, 0 if that is None, which says that it is plain, and 1 if it knows of none."""
+def gains_of(module: nn.Module) -> tuple[Tensor | float, Tensor | float]:
+    """A module's gamma1 and gamma2: those of its shaping, 0 if that is None, which says that it is plain, and 1 if it knows of none.
+
+    The shaping is called, whatever its class: a wrapper (PEFT's `modules_to_save`, FSDP) hands the call on.
+    """
     if not hasattr(module, "shaping"):
         return 1.0, 1.0
-    return module.shaping() if isinstance(module.shaping, AttentionShaping) else (0.0, 0.0)
+    if module.shaping is None:
+        return 0.0, 0.0
+    found = module.shaping() if callable(module.shaping) else module.shaping
+    if isinstance(found, tuple) and len(found) == 2 and all(isinstance(gain, Tensor | float) for gain in found):
+        return found
+    got = type(module.shaping).__name__
+    raise ValueError(f"shaping of {type(module).__name__} must be None or a module that gives gamma1 and gamma2 when called, got {got}")
 
 
-def attention_weights(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-    """The matrix A itself, [batch, heads, Q, K]: what shaped attention makes of values that are one-hot."""
-    one_hot = torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-1], key.shape[-2])
-    return shaped_attention(query, key, one_hot, **arguments)
+def matrices_wanted(module: nn.Module, argument: bool | None) -> bool:
+    """Must the matrices A be made? Some models (GPT-2, OPT) do not hand `output_attentions` on; transformers collects what it finds."""
+    if argument or (argument is None and getattr(getattr(module, "config", None), "output_attentions", False)):
+        return True
+    if torch.compiler.is_compiling() and not _active_collector.compiling:  # a layer compiled on its own: no compiler sees context variables
+        return False
+    return any("attentions" in name for name in _active_collector.get() or ())
+
+
+def one_hot_values(key: Tensor, value: Tensor) -> Tensor:
+    """Values of which any attention makes its own matrix, [batch, key heads, K, K]."""
+    return torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-1], key.shape[-2])
+
+
+def mixed_by(weights: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [batch, Q, heads, E] by matrices [batch, heads, Q, K], and those matrices, as the attention interface wants them."""
+    return (weights @ value.repeat_interleave(weights.shape[1] // value.shape[1], 1)).transpose(1, 2).contiguous(), weights
 
 
 def places(mask: Tensor, Q: int) -> Tensor:
@@ -175,10 +199,6 @@ def _additive(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     if mask is None:
         return bias
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
-def _for_each(heads: int, values: Tensor) -> Tensor:
-    return values.repeat_interleave(heads // values.shape[1], 1)
 
 
 AttentionInterface.register(NAME, attention_forward)

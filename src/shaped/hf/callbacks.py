@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from shaped.checks import whole_number
 from shaped.files import write_atomically
@@ -35,8 +35,10 @@ class ShapingCallback(TrainerCallback):
 class DiagnosticsCallback(TrainerCallback):
     """Every so many steps, for each layer: entropy of the attention, correlation of the tokens, norm of the gradient, gamma1 and gamma2.
 
-    A row a time is added to `history` and to diagnostics.jsonl in the output directory. Gradients are those that the optimiser gets: if the
-    Trainer clips them (it does by default, at `max_grad_norm=1`), clipped.
+    A row a time is added to `history` and to diagnostics.jsonl in the output directory. It is also logged as Trainer logs a loss, to
+    whatever `report_to` names (TensorBoard...) and to `state.log_history`, a number each under "entropy/LAYER", "gamma1/LAYER" and so on;
+    not to the console, and without what is not finite. Gradients are those that the optimiser gets: if the Trainer clips them (it does by
+    default, at `max_grad_norm=1`), clipped.
 
     Args:
         every: steps between two rows.
@@ -46,6 +48,8 @@ class DiagnosticsCallback(TrainerCallback):
     def __init__(self, every: int = 100, sequences: int = 4):
         self.every, self.sequences = whole_number("every", every), whole_number("sequences", sequences)
         self.history: list[dict[str, Any]] = []
+        self.beside: list[TrainerCallback] = []
+        """The callbacks of the Trainer that has this one."""
         self._row: dict[str, Any] | None = None
         self._hooks: list[Any] = []
 
@@ -74,6 +78,7 @@ class DiagnosticsCallback(TrainerCallback):
         row = self._row | {"gradient_norm": {name: gradient_norm(layer) for name, (layer, _) in layers(kwargs["model"]).items()}}
         self._stop_watching()
         self.history.append(row)
+        self._log(row, args, state, control, **kwargs)
         if state.is_world_process_zero:
             path = self._path(args)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +87,16 @@ class DiagnosticsCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._stop_watching()
+
+    def _log(self, row: dict[str, Any], args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """As `Trainer.log` does, which no callback can call. A line with a number for each layer is nothing for a console."""
+        of_layers = {name: values for name, values in row.items() if isinstance(values, dict)}
+        logs = {f"{name}/{layer}": value for name, values in of_layers.items() for layer, value in values.items() if value is not None}
+        logs |= {} if state.epoch is None else {"epoch": state.epoch}
+        state.log_history.append({**logs, "step": state.global_step})
+        for callback in self.beside:
+            if not isinstance(callback, DiagnosticsCallback | PrinterCallback | ProgressCallback):
+                callback.on_log(args, state, control, logs=dict(logs), **kwargs)
 
     def _watch(self, model: nn.Module, step: int) -> None:
         """Hooks for one step; `_stop_watching` takes them away."""

@@ -6,12 +6,14 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from shaped.checks import finite, in_range, positive, whole_number
+from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.hf.attention import NAME
+from shaped.nn.modules import DEEPEST
 from shaped.nn.schedules import Fixed, Learn, Recover, Schedule
 
 BLOCKS = ("shaped", "vanilla", "preln", "postln")
 SCHEDULES = ("fixed", "learn", "recover")
+LARGEST_MODEL = 10**12  # weights: more than any machine has room for
 
 
 class ShapedConfig(PreTrainedConfig):
@@ -64,10 +66,14 @@ class ShapedConfig(PreTrainedConfig):
     eos_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        whole_number("hidden_size", self.hidden_size)
+        whole_number("num_hidden_layers", self.num_hidden_layers, most=DEEPEST)
         self.intermediate_size = 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
-        for name in (*sizes, "recover_steps"):
+        for name in ("vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings", "recover_steps"):
             whole_number(name, getattr(self, name))
+        whole_number("type_vocab_size", self.type_vocab_size, least=0)
+        if self.weights() > LARGEST_MODEL:
+            raise ValueError(f"sizes must make at most {LARGEST_MODEL:g} weights, got a config of {self.weights():g}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"num_attention_heads must divide hidden_size, {self.hidden_size}, got {self.num_attention_heads}")
         for name, choices in (("block", BLOCKS), ("schedule", SCHEDULES)):
@@ -75,18 +81,27 @@ class ShapedConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("gamma", "attention_dropout", "hidden_dropout"):
             in_range(name, getattr(self, name), 0.0, 1.0)
-        whole_number("type_vocab_size", self.type_vocab_size, least=0)
         for name in ("gamma_feedforward", "embedding_std", "head_std"):
             if getattr(self, name) is not None:
                 in_range(name, getattr(self, name), 0.0, 1.0 if name == "gamma_feedforward" else 1e3)
                 if self.tie_word_embeddings and name.endswith("_std"):
                     positive(name, getattr(self, name))
-        positive("tau0", self.tau0)
-        finite("c_minus", self.c_minus)
-        # Not written to config.json by transformers: a shaped model is shaped unless another attention is asked for.
-        if kwargs.get("attn_implementation") is None:
-            kwargs["attn_implementation"] = NAME
+        positive("tau0", self.tau0, SINGLE)
+        finite("c_minus", self.c_minus, SINGLE)
         super().__post_init__(**kwargs)
+
+    def weights(self) -> int:
+        """Entries of the tables and of the blocks' matrices."""
+        tables = self.vocab_size + self.max_position_embeddings + self.type_vocab_size
+        return self.hidden_size * (tables + self.num_hidden_layers * (4 * self.hidden_size + 2 * (self.intermediate_size or 0)))
+
+    def start_of_tables(self) -> float:
+        """Standard deviation of the embeddings' entries at the start."""
+        return (3 if self.type_vocab_size else 2) ** -0.5 if self.embedding_std is None else self.embedding_std
+
+    def start_of_head(self) -> float:
+        """That of the output matrix's entries."""
+        return self.hidden_size**-0.5 if self.head_std is None else self.head_std
 
     def shaping(self) -> Schedule:
         """What becomes of gamma1, gamma2 and the negative slope in training."""

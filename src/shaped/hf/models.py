@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -21,10 +20,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from shaped.hf.attention import NAME
+from shaped.hf.attention import NAME, attention_forward
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn.blocks import LayerNormBlock, ShapedTransformerBlock
-from shaped.nn.modules import Matrix, ShapedFeedForwardBlock, ShapedSelfAttention
+from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, matrix, starting_at
 from shaped.nn.schedules import Shapeable
 
 
@@ -47,9 +46,12 @@ class Attend(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation or NAME, sdpa_attention_forward)
+        # "eager" is, as everywhere, the model's own attention with its matrices: the shaped one, unless the block is another.
+        chosen = self.config._attn_implementation or NAME
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, attention_forward)
         dropout = attention.dropout if self.training else 0.0
-        kwargs = {"output_attentions": self.config.output_attentions} | kwargs
+        if chosen == "eager" or self.config.output_attentions:
+            kwargs["output_attentions"] = chosen == "eager" or kwargs.get("output_attentions", True)
         return interface(attention, q, k, v, mask, dropout=dropout, scaling=attention.scale, **kwargs)
 
 
@@ -84,10 +86,6 @@ def transformer_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNor
     return ShapedTransformerBlock(attention, feedforward, config.gamma, config.train_gains, config.gamma_feedforward)
 
 
-def output_head(config: ShapedConfig) -> Matrix:
-    return Matrix(config.hidden_size, config.vocab_size, config.hidden_size**-0.5 if config.head_std is None else config.head_std)
-
-
 class ShapedPreTrainedModel(PreTrainedModel):
     config: ShapedConfig
     config_class = ShapedConfig
@@ -100,22 +98,23 @@ class ShapedPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": ShapedLayer, "attentions": Attend}
 
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Shaped unless another attention is asked for, also as part of a model that says nothing about its parts."""
+        return super().get_correct_attn_implementation(requested_attention or NAME, is_init_check)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As the modules initialise themselves. transformers sees to it that what came from a checkpoint is left alone."""
-        if isinstance(module, (Matrix, Table, Shapeable, ShapedTransformerBlock, nn.LayerNorm)):
+        if isinstance(module, (Shapeable, ShapedTransformerBlock, nn.LayerNorm)):
             module.reset_parameters()
+        elif isinstance(module, (nn.Linear, nn.Embedding)):  # one without `std` is a larger head or table, for more words
+            usual = self.config.start_of_head() if isinstance(module, nn.Linear) else self.config.start_of_tables()
+            nn.init.normal_(module.weight, std=getattr(module, "std", usual))
 
 
-class Table(nn.Embedding):
+def table(rows: int, columns: int, std: float) -> nn.Embedding:
     """An embedding whose entries start as N(0, std²)."""
-
-    def __init__(self, rows: int, columns: int, std: float):
-        self.std = std  # first: `nn.Embedding` resets its parameters when it is made
-        super().__init__(rows, columns)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+    return starting_at(nn.Embedding(rows, columns, device="meta"), std)
 
 
 class Embedding(nn.Module):
@@ -123,10 +122,10 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ShapedConfig):
         super().__init__()
-        std = (3 if config.type_vocab_size else 2) ** -0.5 if config.embedding_std is None else config.embedding_std
-        self.tokens = Table(config.vocab_size, config.hidden_size, std)
-        self.positions = Table(config.max_position_embeddings, config.hidden_size, std)
-        self.types = Table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
+        std = config.start_of_tables()
+        self.tokens = table(config.vocab_size, config.hidden_size, std)
+        self.positions = table(config.max_position_embeddings, config.hidden_size, std)
+        self.types = table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
         self.norm = nn.LayerNorm(config.hidden_size) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.hidden_dropout)
 
@@ -211,9 +210,9 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
             config = copy.deepcopy(config)
             config.is_decoder = self.causal
         super().__init__(config)
-        self.model, self.head = ShapedModel(config), output_head(config)
+        self.model, self.head = ShapedModel(config), matrix(config.hidden_size, config.vocab_size, config.start_of_head())
         # A tied matrix starts with the embedding's entries, which are about sqrt(n) times as large as an output matrix's should be.
-        self.head_scale = self.head.std / self.model.embedding.tokens.std if config.tie_word_embeddings else 1.0
+        self.head_scale = config.start_of_head() / config.start_of_tables() if config.tie_word_embeddings else 1.0
         self.post_init()
 
     def logits(self, x: Tensor) -> Any:
@@ -300,7 +299,7 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
     def __init__(self, config: ShapedConfig):
         super().__init__(config)
         self.num_labels = config.num_labels or 2
-        self.model, self.classifier = ShapedModel(config), Matrix(config.hidden_size, self.num_labels, config.hidden_size**-0.5)
+        self.model, self.classifier = ShapedModel(config), matrix(config.hidden_size, self.num_labels, config.hidden_size**-0.5)
         self.post_init()
 
     @can_return_tuple

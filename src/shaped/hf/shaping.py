@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shaped.checks import finite, positive
-from shaped.hf.attention import NAME, has_attention_of_its_own, mark_roles, self_attentions
+from shaped.checks import SINGLE, finite, positive
+from shaped.hf.attention import NAME, has_attention_of_its_own, self_attentions
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn import blocks
-from shaped.nn.modules import AttentionShaping
-from shaped.nn.schedules import Shapeable
+from shaped.nn.modules import AttentionShaping, has_gains
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1: float = 1.0, gamma2: float = 1.0) -> Model:
+def shape(model: Model, *, tau0: float | None = None, learn: bool = False, gamma1: float = 1.0, gamma2: float = 1.0) -> Model:
     r"""Gives every self-attention of a stock model the shape $\gamma_1 I + \text{softmax} - \gamma_2\,\text{softmax}(B)$, in place.
 
     The gains belong to the model from then on: `save_pretrained` writes them, and `from_pretrained` of the same class, or of an Auto class,
@@ -30,8 +27,9 @@ def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1
 
     Args:
         model: any model that goes through the attention interface of transformers.
-        tau0: the logits are divided by $\tau_0\sqrt{n}$ beside the model's own scaling (Eq. shaped-attention); None keeps the model's
-            own scaling, for a model that is trained already.
+        tau0: None, the default, keeps the model's own scaling: a trained model goes on from its own logits, and `vanilla` can give the
+            stock model back. A number divides the logits by $\tau_0\sqrt{n}$ beside that scaling, as the theory has it (Eq.
+            shaped-attention).
         learn: train the gains. If not, they are buffers, which a `ShapingCallback` with `Recover` may take to 0.
         gamma1, gamma2: where the gains start.
     """
@@ -40,11 +38,11 @@ def shape(model: Model, *, tau0: float | None = 1.0, learn: bool = False, gamma1
         raise ValueError(f"model must be a stock model, got {type(model).__name__}, which has its shape from its ShapedConfig")
     before = getattr(model.config, "shaped", None)
     settings = {
-        "tau0": None if tau0 is None else positive("tau0", tau0),
+        "tau0": None if tau0 is None else positive("tau0", tau0, SINGLE),
         "learn": bool(learn),
-        "gamma1": finite("gamma1", gamma1),
-        "gamma2": finite("gamma2", gamma2),
-        "instead_of": before["instead_of"] if before else model.config._attn_implementation,
+        "gamma1": finite("gamma1", gamma1, SINGLE),
+        "gamma2": finite("gamma2", gamma2, SINGLE),
+        "instead_of": before["instead_of"] if before else plain_attention(model),
     }
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model must have its weights in memory before it is shaped, got parameters on the meta device")
@@ -74,8 +72,7 @@ def vanilla(model: Model) -> Model:
         raise ValueError(f"model must have been shaped with tau0=None, its own scaling, to be plain again, got {settings['tau0']}")
     model = blocks.vanilla(model)
     for config in configs(model):
-        for name in ("shaped", "attn_implementation"):
-            config.__dict__.pop(name, None)
+        config.__dict__.pop("shaped", None)
         config._attn_implementation_internal = settings["instead_of"]
     return model
 
@@ -89,15 +86,18 @@ def install(model: PreTrainedModel) -> None:
     """Gives the self-attention of a model the gains that its config speaks of; those that have them keep them."""
     settings = model.config.shaped
     for module in self_attentions(model).values():
-        if not isinstance(getattr(module, "shaping", None), AttentionShaping):
+        if not has_gains(module):
             shaping = AttentionShaping(settings["gamma1"], settings["gamma2"], settings["learn"])
             like = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
             module.add_module("shaping", shaping if like is None else shaping.to(device=like.device, dtype=like.dtype))
         factor = 1.0 if settings["tau0"] is None else settings["tau0"] * math.sqrt(width_of(module, model))
         module.__dict__["shaped_temperature"] = 1.0 / factor
-    for config in configs(model):
-        if config._attn_implementation == NAME:
-            config.attn_implementation = NAME  # written to config.json, where a load without an explicit choice finds it
+
+
+def plain_attention(model: PreTrainedModel) -> str:
+    """The attention that `vanilla` goes back to: the model's own, or, if that is shaped already, the one that transformers would choose."""
+    chosen = model.config._attn_implementation
+    return chosen if chosen not in (None, NAME) else model.get_correct_attn_implementation(None)
 
 
 def width_of(module: nn.Module, model: PreTrainedModel) -> int:
@@ -131,62 +131,3 @@ def refuse_if_ignored(model: PreTrainedModel) -> None:
             f"attn_implementation='{NAME}' has no effect on {', '.join(own) or 'the modules'} of {type(model).__name__}, which do not go "
             "through the attention interface of transformers; choose a model that does, such as BERT, ModernBERT, GPT-2 or Llama"
         )
-
-
-def at_the_end_of_construction(post_init: Callable[..., None]) -> Callable[..., None]:
-    """Gains where the config asks for them, before weights are loaded; and no silent no-op."""
-
-    def finished(self: PreTrainedModel) -> None:
-        if getattr(self.config, "shaped", None):
-            install(self)
-        if self.config._attn_implementation == NAME and any("Attention" in type(module).__name__ for module in self.modules()):
-            refuse_if_ignored(self)
-        mark_roles(self)  # whatever attention it has now: another may be chosen in its config
-        post_init(self)
-
-    return finished
-
-
-def in_every_part(set_attn_implementation: Callable[..., None]) -> Callable[..., None]:
-    """transformers passes over parts whose config is a copy of the model's own (T5), and only warns where nothing is changed."""
-
-    def chosen(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        by_part = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
-        for name in (name for name, choice in by_part.items() if choice == NAME):
-            config = getattr(self.config, name, None) if name else self.config
-            for part in (part for part in self.modules() if isinstance(part, PreTrainedModel) and part.config is config):
-                refuse_if_ignored(part)
-        mark_roles(self)
-        concerned = NAME in (*by_part.values(), *(config._attn_implementation for config in configs(self)))  # other choices are not ours
-        set_attn_implementation(self, attn_implementation, *args, **kwargs)
-        for config in configs(self) if concerned else ():
-            if attn_implementation == NAME or type(config) is type(self.config):
-                config._attn_implementation_internal = self.config._attn_implementation
-
-    return chosen
-
-
-def with_gains(initialise: Callable[..., None]) -> Callable[..., None]:
-    """Gains that a checkpoint does not have start where they should; a stock model's own code does not know of them."""
-
-    def initialised(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, Shapeable) and not getattr(module, "_is_hf_initialized", False):
-            module.reset_parameters()  # transformers sees to it that what was loaded is left alone
-        initialise(self, module, *args, **kwargs)
-
-    return initialised
-
-
-def extend_transformers() -> None:
-    """transformers has no hooks between a model's construction and the loading of its weights, where gains must come to be."""
-    extensions = {
-        "post_init": at_the_end_of_construction,
-        "set_attn_implementation": in_every_part,
-        "_initialize_weights": with_gains,
-    }
-    for name, extend in extensions.items():
-        stock = getattr(PreTrainedModel, name)
-        if not hasattr(stock, "extended_by_shaped"):
-            extended = wraps(stock)(extend(stock))
-            extended.__dict__["extended_by_shaped"] = True
-            setattr(PreTrainedModel, name, extended)

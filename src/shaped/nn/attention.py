@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shaped.checks import finite, in_range
+from shaped.checks import SINGLE, finite, in_range
 from shaped.nn import fused
 from shaped.nn.fused import Gain
 
@@ -44,11 +44,10 @@ def shaped_attention(
         positions: each query's place among the keys, [Q], [1, Q] or [batch, Q], where the queries are not the last tokens (a static cache).
         dropout_p: dropout of the softmax alone; identity and centring are not dropped.
     """
-    for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask), ("positions", positions)):
-        if not isinstance(x, Tensor) and (x is not None or name in "qkv"):
-            raise ValueError(f"{name} must be a tensor, got {x!r}")
+    check_tensors(q=q, k=k, v=v)
+    check_tensors(optional=True, attn_mask=attn_mask, positions=positions)
     q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
-    _check(q, k, v, attn_mask, positions, gamma1, gamma2, dropout_p)
+    check_arguments(q, k, v, attn_mask, positions, scale, gamma1, gamma2, dropout_p)
     Q, K, heads = q.shape[-2], k.shape[-2], q.shape[-3]
     if positions is not None and positions.ndim == 2:
         positions = positions.expand(q.shape[0], -1)
@@ -184,18 +183,27 @@ def _is_zero(gamma: Gain) -> bool:
     return not isinstance(gamma, Tensor) and gamma == 0.0
 
 
-def _check(
+def check_tensors(optional: bool = False, **tensors: object) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) and not (optional and x is None):
+            raise ValueError(f"{name} must be a tensor, got {x!r}")
+
+
+def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    gamma1: Gain,
-    gamma2: Gain,
-    dropout_p: float,
+    mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    scale: float | None = None,
+    gamma1: Gain = 1.0,
+    gamma2: Gain = 1.0,
+    dropout_p: float = 0.0,
 ) -> None:
     """Raises a ValueError that names the argument."""
     in_range("dropout_p", dropout_p, 0.0, 1.0)
+    if scale is not None:
+        finite("scale", scale, SINGLE)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3:
             raise ValueError(f"{name} must be [..., heads, tokens, features], got shape {tuple(x.shape)}")

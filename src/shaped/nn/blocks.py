@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import HUGE, in_range, whole_number
-from shaped.nn.modules import Attend, AttentionShaping, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain
+from shaped.nn.modules import DEEPEST, Attend, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain, has_gains
 from shaped.nn.schedules import Schedule, Shapeable, chosen
 
 Some = Float[Tensor, "*batch k width"]  # of the tokens
@@ -40,8 +40,9 @@ class ShapedTransformerBlock(nn.Module):
         super().__init__()
         self.attention, self.feedforward = attention, feedforward
         self.start = {}
-        for branch, given in (("attention", gamma), ("feedforward", gamma if gamma_feedforward is None else gamma_feedforward)):
-            in_range("gamma", given, 0.0, 1.0)
+        in_range("gamma", gamma, 0.0, 1.0)
+        feedforward_gain = gamma if gamma_feedforward is None else in_range("gamma_feedforward", gamma_feedforward, 0.0, 1.0)
+        for branch, given in (("attention", gamma), ("feedforward", feedforward_gain)):
             self.start |= {f"lam_{branch}": math.sqrt(1.0 - given**2), f"gamma_{branch}": given}
         for name, start in self.start.items():
             add_gain(self, name, start, train_gains)
@@ -108,7 +109,7 @@ class ShapedEncoder(nn.Module):
         schedule: Schedule | None = None,
     ):
         super().__init__()
-        whole_number("depth", depth)
+        whole_number("depth", depth, most=DEEPEST)
         self.schedule = chosen(schedule)
 
         def block() -> ShapedTransformerBlock:
@@ -130,10 +131,15 @@ class ShapedDecoder(ShapedEncoder):
     causal = True
 
 
-def gains(model: nn.Module) -> list[nn.Parameter]:
-    """The trained numbers of a shaped model: lambda, gamma, gamma1, gamma2, negative slopes."""
+def gains(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained numbers of a shaped model, by name: lambda, gamma, gamma1, gamma2, negative slopes."""
     owners = (Shapeable, ShapedTransformerBlock)
-    return [gain for module in model.modules() if isinstance(module, owners) for gain in module.parameters(recurse=False)]
+    return {
+        name: gain
+        for prefix, module in model.named_modules()
+        if isinstance(module, owners)
+        for name, gain in module.named_parameters(prefix, recurse=False)
+    }
 
 
 def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
@@ -155,7 +161,7 @@ def vanilla(model: Model) -> Model:
             raise ValueError(f"model must have gamma1 = gamma2 = 0 and negative slopes 0 (Recover), got {left} in {name or 'it'}")
     model = copy.deepcopy(model)
     for module in list(model.modules()):
-        if isinstance(getattr(module, "shaping", None), AttentionShaping):
+        if has_gains(module):
             module.register_module("shaping", None)
         if isinstance(module, ShapedFeedForwardBlock) and module.slope is not None:
             del module.slope

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import finite, in_range, positive, whole_number
+from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.nn import short
 from shaped.nn.functional import he_constant, shaped_attention, shaped_relu
 from shaped.nn.schedules import Schedule, Shapeable, chosen
 
+DEEPEST = 10_000  # blocks of a stack; more than anyone trains, and objects of Python that still fit into memory
 Tokens = Float[Tensor, "*batch m width"]
 Attend = Callable[["ShapedSelfAttention", Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-class Matrix(nn.Linear):
-    """A matrix without bias, whose entries start as N(0, std²)."""
+Stock = TypeVar("Stock", nn.Linear, nn.Embedding)
 
-    def __init__(self, rows: int, columns: int, std: float):
-        self.std = std  # first: `nn.Linear` resets its parameters when it is made
-        super().__init__(rows, columns, bias=False)
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+def matrix(features: int, outputs: int, std: float) -> nn.Linear:
+    """A matrix without bias, whose entries start as N(0, std²).
+
+    Exactly an `nn.Linear`, not a class of its own: what quantises models (bitsandbytes, torchao, `quantize_dynamic`) replaces that class
+    and passes over any other.
+    """
+    return starting_at(nn.Linear(features, outputs, bias=False, device="meta"), std)
+
+
+def starting_at(layer: Stock, std: float) -> Stock:
+    """The layer, made on the meta device, where nothing is drawn, with entries N(0, std²). It keeps `std`, to be drawn anew by it."""
+    layer.weight = nn.Parameter(torch.empty(layer.weight.shape))
+    layer.__dict__["std"] = std
+    nn.init.normal_(layer.weight, std=std)
+    return layer
 
 
 class AttentionShaping(Shapeable):
@@ -37,7 +48,7 @@ class AttentionShaping(Shapeable):
 
     def __init__(self, gamma1: float = 1.0, gamma2: float = 1.0, trained: bool = False):
         super().__init__()
-        self.start = (finite("gamma1", gamma1), finite("gamma2", gamma2))
+        self.start = (finite("gamma1", gamma1, SINGLE), finite("gamma2", gamma2, SINGLE))
         add_gain(self, "gamma1", gamma1, trained)
         add_gain(self, "gamma2", gamma2, trained)
 
@@ -51,6 +62,12 @@ class AttentionShaping(Shapeable):
     def set_shaping(self, share: float) -> None:
         for gamma, start in zip(self.scalars(), self.start, strict=True):
             nn.init.constant_(gamma, share * start)
+
+
+def has_gains(attention: nn.Module) -> bool:
+    """Has this attention gains of its own? Whatever they are wrapped in, to be trained beside an adapter (PEFT) or sharded."""
+    shaping = getattr(attention, "shaping", None)
+    return isinstance(shaping, nn.Module) and any(isinstance(part, AttentionShaping) for part in shaping.modules())
 
 
 class ShapedSelfAttention(nn.Module):
@@ -92,15 +109,15 @@ class ShapedSelfAttention(nn.Module):
         whole_number("width", width)
         if whole_number("heads", heads) and width % heads:
             raise ValueError(f"heads must divide the width, {width}, got {heads}")
-        positive("tau0", tau0)
+        positive("tau0", tau0, SINGLE)
         in_range("dropout", dropout, 0.0, 1.0)
         key_width = width // heads if key_width is None else whole_number("key_width", key_width)
         self.heads, self.is_causal, self.dropout = heads, causal, dropout
         extra = tau0 * math.sqrt(width) if shaped else 1.0
         self.scale = key_width**-0.5 if fold else key_width**-0.5 / extra
         std = (width * extra) ** -0.5 if fold else width**-0.5
-        self.query, self.key = (Matrix(width, heads * key_width, std) for _ in range(2))
-        self.value, self.output = (Matrix(width, width, width**-0.5) for _ in range(2))
+        self.query, self.key = (matrix(width, heads * key_width, std) for _ in range(2))
+        self.value, self.output = (matrix(width, width, width**-0.5) for _ in range(2))
         self.shaping = AttentionShaping(trained=chosen(schedule).learns) if shaped else None
         self.register_module("together", None)
         self.splits = (heads * key_width, heads * key_width, width)
@@ -162,13 +179,12 @@ class ShapedFeedForwardBlock(Shapeable):
         shaped: bool = True,
     ):
         super().__init__()
-        hidden = 4 * width if hidden is None else hidden
         whole_number("width", width)
-        whole_number("hidden", hidden)
-        finite("c_minus", c_minus)
+        hidden = 4 * width if hidden is None else whole_number("hidden", hidden)
+        finite("c_minus", c_minus, SINGLE)
         self.start = 1.0 + c_minus / math.sqrt(width) if shaped else 0.0
-        self.pre = Matrix(width, hidden, width**-0.5)
-        self.post = Matrix(hidden, width, math.sqrt(he_constant(self.start) / hidden))
+        self.pre = matrix(width, hidden, width**-0.5)
+        self.post = matrix(hidden, width, math.sqrt(he_constant(self.start) / hidden))
         if shaped:
             add_gain(self, "slope", self.start, chosen(schedule).learns)
         else:

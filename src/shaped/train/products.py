@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shaped.hf.models import Embedding
-from shaped.nn.modules import Matrix, ShapedSelfAttention
+from shaped.nn.modules import ShapedSelfAttention
 
 
 @torch.library.custom_op("shaped::weight_gradient", mutates_args=("gradient",))
@@ -42,7 +42,7 @@ product.register_autograd(_gradients, setup_context=_keep)
 
 
 class Product(nn.Module):
-    """x W' like `Matrix`, in the precision of W. A backward pass overwrites the gradient, it does not add to it: one use a pass."""
+    """x W' like an `nn.Linear`, in the precision of W. A backward pass overwrites the gradient, it does not add to it: one use a pass."""
 
     gradient: Tensor
 
@@ -124,7 +124,7 @@ def put_products(model: nn.Module, weights: dict[str, Tensor], gradients: dict[s
     Weights that are used in several places are left to autograd. Queries, keys and values become one product where their weights follow
     each other in memory.
     """
-    places = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Matrix)]
+    places = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)]
     uses = Counter(id(module.weight) for _, module in places)
     found = {f"{name}.weight": name for name, module in places if uses[id(module.weight)] == 1 and f"{name}.weight" in weights}
     for weight, name in found.items():

@@ -25,7 +25,7 @@ HEADS = ("head.weight", "classifier.weight")
 
 def kinds(model: nn.Module) -> dict[str, str]:
     """Which kind each parameter is: each has a learning rate of its own."""
-    of_gains = {id(gain) for gain in gains(model)}
+    of_gains = {id(gain) for gain in gains(model).values()}
     of_shaping = {id(gain) for module in model.modules() if isinstance(module, Shapeable) for gain in module.parameters(recurse=False)}
     of_tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
 
