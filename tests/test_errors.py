@@ -85,6 +85,21 @@ PATHS = propagate(samples=4)
         (lambda: shaped.ShapedAttention(0.5, 0.0), ["tau0", "0.0"]),
         (lambda: shaped.ShapedAttention(0.5, heads=0), ["heads", "0"]),
         (lambda: shaped.ShapedAttention(0.5, mask="diagonal"), ["mask", "diagonal"]),
+        (lambda: shaped.ShapedAttention(0.5, heads=2, mask=torch.zeros(3, 4, 4)), ["mask", "2 heads", "(3, 4, 4)"]),
+        (lambda: shaped.ShapedAttention(0.5, identity=0.5), ["identity", "True or False", "0.5"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
+        (lambda: shaped.ShapedAttention(0.5, centre="no"), ["centre", "'no'"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
+        (lambda: shaped.ShapedAttention(0.5, temperature=0), ["temperature", "0"]),
+        (lambda: shaped.ShapedAttention(0.5, project=1), ["project", "1"]),
+        (lambda: shaped.ShapedFeedForward(0.5, c_minus=-1e60), ["c_minus", "-1e+60"]),
+        (lambda: shaped.alibi(0, 8), ["m must", "0"]),
+        (lambda: shaped.gram("x"), ["X must", "'x'"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
+        (lambda: shaped.gram(torch.ones(3)), ["X must", "(3,)"]),
+        (lambda: shaped.gram(torch.ones(2, 3).long()), ["X must", "int64"]),
+        (lambda: shaped.correlation(None), ["V must", "None"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
+        (lambda: shaped.correlation(torch.ones(3)), ["V must", "(3,)"]),
+        (lambda: shaped.equicorrelated(3, 0.2, dtype=None), ["dtype", "None"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
+        (lambda: solve(check=1), ["check", "1"]),
+        (lambda: LAYER.module(None), ["n must", "None"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
         (lambda: shaped.ShapedAttention(0.5, mask=torch.ones(2, 3)), ["mask", "(2, 3)"]),
         (lambda: shaped.ShapedAttention(0.5, mask=torch.tensor([[0.0, -math.inf], [-math.inf, -math.inf]])), ["mask", "row 1"]),
         (lambda: shaped.ShapedAttention(0.5, mask=torch.eye(2).bool() & torch.tensor([True, False])), ["mask", "row 1"]),

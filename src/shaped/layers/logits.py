@@ -92,8 +92,8 @@ class LogitPerturbation(Term):
         r"""$V' = M V M^\top + h\,(\text{rate} - \text{variance})\,\mathbb{E}\,E V E^\top$, $M = I + \sqrt{h\,\text{variance}}\,E + h D$.
 
         $D = \tfrac12\,\text{rate}\cdot P \circ S_2$ brings in the drift's second part. The square of E, on average, and the last summand
-        bring in its first part, $\text{rate}\cdot\mathbb{E}\,E V E^\top$. The rate is never below the variance (for a layer, variance/rate =
-        gamma²/heads), so this is a sum of positive semi-definite matrices.
+        bring in its first part, $\text{rate}\cdot\mathbb{E}\,E V E^\top$. The rate is never below the variance (for a layer,
+        variance/rate = gamma²/heads), so this is a sum of positive semi-definite matrices.
         """
         L, V = point.L, point.V
         E = first_order_change(change.P, L, normals)

@@ -1,0 +1,179 @@
+"""The solver's step: it is not seen in the law by default, and says what it does where it is."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import shaped
+from shaped.covariance import Point, correlation
+from shaped.intervals import share_interval
+from shaped.layers.terms import WeightNoise
+from shaped.limit import default_steps
+from shaped.randomness import GeneratorNormals
+from shaped.stepping import moments, standard_error
+from stats import Z, assert_mean, generator, seed
+
+TRANSFORMER = shaped.ShapedAttention(8**-0.5) >> shaped.ShapedFeedForward(8**-0.5)
+EXPLOSIVE = shaped.ShapedAttention(0.7, 0.25, heads=8, project=True, mask="causal")
+V0 = shaped.equicorrelated(4, 0.2)
+T = 96 / 512
+
+
+def assert_same_law(one: shaped.Trajectory, other: shaped.Trajectory) -> None:
+    """The mean and the spread of rho and the share of stopped paths agree."""
+    found, others = (moments(paths.V[-1], paths.stopped > paths.t[-1]) for paths in (one, other))
+    for name in found:
+        error = math.hypot(standard_error(found[name][1]), standard_error(others[name][1]))
+        assert abs(found[name][0] - others[name][0]) < Z * error, name
+
+
+def test_the_default_step_is_not_seen_near_explosion():
+    """A seventh of these paths explodes; steps that do not shrink where V is large find half as many."""
+    coarse = shaped.solve(EXPLOSIVE, V0, T=T, samples=8192, seed=seed(70), record="last", upper=1e4)
+    fine = shaped.solve(EXPLOSIVE, V0, T=T, steps=76, samples=8192, seed=seed(71), record="last", upper=1e4)
+    assert coarse.info["steps"] == 19
+    assert 0.1 < fine.stopped_share < 0.2
+    assert_same_law(coarse, fine)
+
+
+def test_the_default_step_is_not_seen_with_many_tokens():
+    """128 tokens: the spread of rho is that of networks of width 512, 0.278. A step that caps its noise finds 0.264."""
+    layer = shaped.ShapedAttention(0.5, heads=8, project=True, mask="causal")
+    paths = shaped.solve(layer, shaped.equicorrelated(128, 0.2), T=T, samples=96, seed=seed(72), record="last")
+    spread, influence = moments(paths.V[-1], paths.stopped > T)["rho_spread"]
+    assert abs(spread - 0.278) < Z * standard_error(influence) < 0.011
+
+
+def test_the_weights_step_is_right_to_second_order_in_the_correlation():
+    """E[rho²] from orthogonal tokens: one step of p = scale·h = 0.1, against 64 short ones. Their difference is O(p³); 3/2 p² is seen."""
+    p, samples, normals = 0.1, 400_000, GeneratorNormals(generator(73), V0)
+    squares = []
+    for parts in (1, 64):
+        point = Point(matrix=torch.eye(2, dtype=torch.float64).expand(samples, 2, 2))
+        for _ in range(parts):
+            point = WeightNoise(1.0).move(point, p / parts, normals)
+        squares.append(correlation(point.V)[:, 0, 1] ** 2)
+    error = sum(x.var().item() / samples for x in squares) ** 0.5
+    gap = abs(squares[0].mean() - squares[1].mean()).item()
+    assert gap < Z * error + 3 * p**3
+    assert 1.5 * p**2 > Z * error + 3 * p**3, "the term of second order would not be noticed"
+
+
+@pytest.mark.parametrize("m", [1, 3, 12])
+def test_the_weights_step_keeps_mean_and_covariance_at_any_length(m):
+    """E[V'] = V and Cov[V'] = Sigma_lin/nu hold exactly, with 1/nu = p/(1 + 3p/2), also where p is not small; 5 % off is rejected."""
+    p = 1.0 / (2 * m + 2)  # the longest step that is taken whole
+    V = shaped.equicorrelated(m, 0.3)
+    term = WeightNoise(1.0)
+    point = term.move(Point(matrix=V.expand(200_000, m, m)), p, GeneratorNormals(generator(74), V0))
+    rows, columns = torch.triu_indices(m, m)
+    x = point.V[:, rows, columns] - V[rows, columns]
+    assert_mean(x, 0.0)
+    variance = term.Sigma(V).diagonal() * p / (1 + 1.5 * p)
+    assert_mean(x**2, variance)
+    with pytest.raises(AssertionError):
+        assert_mean(x**2, 1.05 * variance)
+
+
+def test_a_long_step_of_the_weights_is_taken_in_parts():
+    """p = 2 with 4 tokens: in one part it would need fewer degrees of freedom than tokens. log V has the variance 2p of the closed form."""
+    point = WeightNoise(1.0).move(Point(matrix=V0.expand(100_000, 4, 4)), 2.0, GeneratorNormals(generator(75), V0))
+    length = point.V.diagonal(dim1=-2, dim2=-1)[:, 3].log()
+    assert_mean(length, -2.0, bias=0.15)
+    assert_mean((length - length.mean()) ** 2, 4.0, bias=0.3)
+
+
+def test_steps_are_chosen_from_layer_tokens_and_horizon():
+    attention = shaped.ShapedAttention(0.5, heads=8, project=True)
+    assert default_steps(attention, 4, 0.75) == 75
+    assert default_steps(attention, 4, 1e-4) == 1
+    assert default_steps(attention, 128, T) == math.ceil(T * 2 * 129 * 0.5)  # nu of the weights' noise is at least 2(m + 1)
+    assert default_steps(shaped.ShapedFeedForward(1.0, 0.0, -20.0), 4, 0.75) == 750  # a tenth of the ReLU's time, 4/400
+    assert default_steps(shaped.ShapedPerceptron(0.0, -1e9), 4, 0.75) == 1200  # not for ever
+
+
+@pytest.mark.parametrize(("method", "steps"), [("cone", 6), ("euler", 48)])
+def test_the_estimate_is_what_halving_the_step_does(method, steps):
+    """Against two independent runs; and driven by the same noise, its error is less than a third of theirs."""
+    how = {"T": 0.75, "record": "last", "upper": 1e4, "method": method}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", shaped.StepWarning)
+        effect = shaped.solve(TRANSFORMER, V0, steps=steps, samples=2**17, seed=seed(76), check=True, **how).info["step_effect"]
+    assert effect.pairs == 4096
+    runs = [shaped.solve(TRANSFORMER, V0, steps=count, samples=4096, seed=seed(77), **how) for count in (steps, 2 * steps)]
+    coarse, fine = (moments(paths.V[-1], paths.stopped > 0.75) for paths in runs)
+    for name in ("rho_mean", "rho_spread"):
+        change, error = getattr(effect, name)
+        apart = math.hypot(standard_error(coarse[name][1]), standard_error(fine[name][1]))
+        assert error < apart / 3
+        assert abs(change - (fine[name][0] - coarse[name][0])) < Z * math.hypot(error, apart)
+
+
+def test_a_step_that_is_seen_is_warned_of():
+    """Three steps to t = 0.75; the default's 75 are not warned of (warnings are errors in these tests)."""
+    block = shaped.ShapedAttention(0.8) >> shaped.ShapedFeedForward(0.8)
+    with pytest.warns(shaped.StepWarning, match=r"steps = 3 are seen in the law: .*spread of rho by .* steps=\d+ would"):
+        shaped.solve(block, V0, T=0.75, steps=3, samples=2**15, seed=seed(78), record="last", check=True)
+    paths = shaped.solve(TRANSFORMER, V0, T=0.75, samples=2048, seed=seed(79), record="last")
+    assert paths.info["step_effect"].pairs == 64
+    assert "step_effect" not in repr(paths)
+
+
+def test_who_is_checked():
+    def run(**how):
+        return shaped.solve(TRANSFORMER, V0, T=0.05, seed=0, **how).info
+
+    assert "step_effect" not in run(samples=511)
+    assert "step_effect" in run(samples=512)
+    assert "step_effect" not in run(samples=512, steps=5)
+    assert "step_effect" not in run(samples=512, check=False)
+    assert run(samples=40, steps=5, check=True)["step_effect"].pairs == 16
+
+
+def test_the_check_changes_nothing_of_the_paths():
+    one, other = (shaped.solve(TRANSFORMER, V0, T=0.05, samples=512, seed=80, check=check) for check in (True, False))
+    assert torch.equal(one.V, other.V)
+
+
+def test_one_token_has_no_correlation_to_look_at():
+    effect = shaped.solve(TRANSFORMER, torch.ones(1, 1), T=0.05, samples=512, seed=0).info["step_effect"]
+    assert effect.rho_mean is None
+    assert effect.stopped_share == (0.0, 1 / 16)
+
+
+def test_shares_have_wilsons_interval():
+    """Against the roots of its defining equation, (share - p)² = z² p(1 - p)/n."""
+    for happened, count in ((0, 4096), (3, 4096), (5, 10), (10, 10)):
+        low, high = share_interval(happened, count)
+        for end in (low, high):
+            if 0.0 < end < 1.0:
+                assert (happened / count - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / count)
+        assert low <= happened / count <= high
+        assert high > low
+    paths = shaped.solve(EXPLOSIVE, V0, T=T, samples=64, seed=0, record="last")
+    assert paths.stopped_interval == share_interval(int(paths.stopped.isfinite().sum()), 64)
+
+
+def test_euler_stops_a_path_whose_eigenvalues_cannot_be_found(monkeypatch):
+    """LAPACK fails on one matrix and torch refuses the whole batch; the other paths go on."""
+    usual = torch.linalg.eigh
+
+    def failing(V):
+        if (V[:, 0, 0] > 1.5).any():
+            raise torch.linalg.LinAlgError("did not converge")  # pyright: ignore[reportPrivateImportUsage]
+        return usual(V)
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    starts = torch.stack([V0, 2.0 * V0, V0]).float()
+    paths = shaped.solve(shaped.ShapedPerceptron(), starts, T=1e-6, steps=2, seed=0, method="euler", dtype=torch.float32)
+    assert paths.stopped.isfinite().tolist() == [False, True, False]
+    assert paths.V.isfinite().all()
+
+
+def test_the_first_state_is_exactly_symmetric():
+    """Also where V0, from single precision, is a little indefinite and had to be put right."""
+    X = torch.randn(9, 2, generator=generator(81))
+    paths = shaped.solve(shaped.ShapedPerceptron(), X @ X.mT, T=0.1, steps=1, samples=2, seed=0)
+    assert torch.equal(paths.V[0], paths.V[0].mT)
