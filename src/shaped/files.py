@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -49,7 +50,7 @@ def usual_mode(path: Path) -> None:
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[IO[bytes]]:
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
     """Opens a file to read it. Anything but a regular file is refused: a pipe may never answer and a device may never end.
 
     What cannot be opened is a ValueError, but a file that is not there stays a FileNotFoundError.
@@ -68,14 +69,15 @@ def open_regular(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, errors: str = "strict") -> str:
     """The text of a regular file of at most LARGEST bytes; a ValueError of one line if it is none."""
     with open_regular(path) as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ValueError(f"{path} must have at most {LARGEST} bytes, got more")
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST:
+            raise ValueError(f"{path} must have at most {LARGEST} bytes, got {size}")
+        content = file.read()
     try:
-        return content.decode()
+        return content.decode(errors=errors)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be UTF-8, got byte 0x{content[error.start]:02x} at {error.start}") from None
 
@@ -93,7 +95,7 @@ def parse_json(name: str, text: str) -> Any:
         raise ValueError(f"{name} must be JSON, got what is not: {error}") from None
 
 
-def read_json(path: Path, **kinds: Any) -> dict[str, Any]:
+def read_json(path: Path, /, **kinds: Any) -> dict[str, Any]:
     """The object in a file, with at least these entries of these types; a ValueError of one line says what is wrong with it.
 
     Where `write_sealed` wrote the file, its hash is checked. The seal is not among the entries.
@@ -104,7 +106,7 @@ def read_json(path: Path, **kinds: Any) -> dict[str, Any]:
     return entries(str(path), value, **kinds)
 
 
-def entries(name: str, value: Any, **kinds: Any) -> dict[str, Any]:
+def entries(name: str, value: Any, /, **kinds: Any) -> dict[str, Any]:
     """The value, if it is an object with these entries of these types. A whole number is a number; true and false are none."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object, got {value!r:.60}")

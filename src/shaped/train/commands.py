@@ -79,9 +79,7 @@ def from_settings(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-Config = Annotated[
-    Path | None, typer.Option(help="TOML file with settings; options given beside it prevail.", show_default=False, **PLACE)
-]
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings; options given beside it prevail.", show_default=False, **PLACE)]
 Preset = Annotated[
     str | None,
     typer.Option(help=f"Defaults by a name: {', '.join(training.PRESETS)}. Settings that are given prevail.", show_default=False),
@@ -97,17 +95,18 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
     """
     needs("transformers")
     from shaped.train import pretrain as loop
+    from shaped.train.processes import is_first
 
     settings = training.Settings.from_toml(config, **given) if config else training.Settings.of(given)
-    if loop.is_first():
+    if is_first():
         print(settings.to_toml())
     try:
         result = loop.pretrain(settings, progress=sys.stderr.isatty(), say=complaint)
     except loop.Stopped as stopped:
-        if loop.is_first():
+        if is_first():
             print(stopped)
         raise typer.Exit(UNFINISHED) from None
-    if loop.is_first():
+    if is_first():
         print(f"train loss {result.train_loss:.4f}, test loss {result.test_loss:.4f}")
         print("written:", settings.out)
 

@@ -16,7 +16,6 @@ import torch
 from shaped.checks import finite, in_range, positive, whole_number
 from shaped.files import read_text
 
-
 FLOAT32 = float(torch.finfo(torch.float32).max)
 WIDEST, DEEPEST = 1 << 20, 4096  # with more, tensors have more entries than memory has addresses, and a model takes hours to build
 
@@ -130,7 +129,11 @@ class Settings:
 
     @classmethod
     def from_toml(cls, path: Path, **overrides: Any) -> Settings:
+        """The file's settings; `overrides`, among them a preset for what neither says, prevail."""
         given = read_toml(path) | overrides
+        preset = overrides.get("preset")
+        if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # as where a run has left all its settings
+            raise ValueError(f"preset must have a setting that {path} does not have, got {preset!r}: delete those that it is for")
         try:
             return cls.of(given)
         except ValueError as error:
@@ -158,8 +161,6 @@ def _without_preset(given: dict[str, Any]) -> dict[str, Any]:
     preset = given["preset"]
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
-    if PRESETS[preset].keys() <= others.keys():  # such as a file in which a run has left all its settings
-        raise ValueError(f"preset must leave something to say, got {preset!r} where all its settings are given: {', '.join(PRESETS[preset])}")
     return PRESETS[preset] | others
 
 
