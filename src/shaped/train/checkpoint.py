@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,15 @@ def latest(folder: Path, say: Callable[[str], None], **kinds: Any) -> tuple[dict
     if every:
         raise ValueError(f"checkpoints must have at least one that is whole, got none in {folder}: delete it to begin anew")
     return None
+
+
+def metrics_by(folder: Path) -> tuple[int, int]:
+    """The step of the newest checkpoint that can be described, and how many lines the metrics had by then; older ones do not say it."""
+    for path in reversed(found(folder)):
+        with suppress(OSError, ValueError):
+            about = read_json(path / ABOUT, step=int, metrics=int)
+            return about["step"], about["metrics"]
+    return 0, 0
 
 
 def read(path: Path, **kinds: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shaped.files import entries, read_json, sha256, write_atomically, write_sealed
-from shaped.train.folder import check_files, read_settings
+from shaped.train import checkpoint
+from shaped.train.folder import HISTORY, check_files, read_settings
 from shaped.train.metrics import read
 from shaped.train.results import MAIN, Result, check_scores, check_settings, kind_of
 from shaped.train.settings import Settings
@@ -86,7 +87,7 @@ def _from_folder(folder: Path, planned: Settings | None) -> Trained:
     result = None
     if is_there(folder / "result.json"):
         result = Result.read(folder / "result.json")
-        check_files(folder, ("settings.toml", "metrics.jsonl"))
+        check_files(folder, HISTORY.__contains__)
     if is_there(folder / "settings.toml"):
         settings = asdict(read_settings(folder))
     elif result is not None:
@@ -101,7 +102,11 @@ def _from_folder(folder: Path, planned: Settings | None) -> Trained:
     diverged = folder / "diverged.json"
     why = read_json(diverged, why=str)["why"] if result is None and is_there(diverged) else ""
     kept = {name: value for name, value in settings.items() if name not in PLACES}
-    return Trained(folder.name, kept, read(folder / "metrics.jsonl"), result, glue, why)
+    lines = read(folder / "metrics.jsonl")
+    step, written = checkpoint.metrics_by(folder / "checkpoints") if result is None else (0, 0)
+    if (there := sum(line["step"] <= step for line in lines)) < written:
+        raise ValueError(f"metrics.jsonl has {there} of the {written} lines up to step {step}; a run that goes on does without them")
+    return Trained(folder.name, kept, lines, result, glue, why)
 
 
 def is_there(path: Path) -> bool:

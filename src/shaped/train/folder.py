@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from shaped.train import checkpoint
 from shaped.train.results import read_result
 from shaped.train.settings import Settings
 
+HISTORY = ("settings.toml", "metrics.jsonl")  # what a run leaves beside its model
 SEAL = "# sha256 of the lines below: "
 
 WATCHING = ("out", "data", "minutes", "keep", "tensorboard", "log_every", "evaluate_every", "observe_every", "checkpoint_every")
@@ -77,10 +78,10 @@ def refuse_other(before: Settings, now: Settings) -> None:
         )
 
 
-def check_files(folder: Path, names: Collection[str] = ()) -> None:
-    """Are the files of a finished run what it wrote? All that its result has hashes of, or those of these names."""
+def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Are the files of a finished run what it wrote? Those that are wanted, of those that its result has hashes of."""
     for name, written in read_result(folder / "result.json")[1].items():
-        if names and name not in names:
+        if not wanted(name):
             continue
         path = folder / name
         try:

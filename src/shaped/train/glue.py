@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import shaped.hf
 from shaped.checks import in_range, positive, whole_number
 from shaped.files import read_json, read_text, write_sealed
-from shaped.train.folder import check_files, run_folder
+from shaped.train.folder import HISTORY, check_files, run_folder
 from shaped.train.losses import ClassifierLoss
 from shaped.train.pretrain import Diverged, Steppers, shared
 from shaped.train.results import Result, commit
@@ -135,7 +135,7 @@ def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = p
     `steppers` are shared by runs and tasks of the same shapes in one process: nothing is then compiled again.
     """
     result = Result.read(run_folder(run) / "result.json")
-    check_files(run)
+    check_files(run, lambda name: name not in HISTORY)
     check_config(run, result)
     with reading(run):
         tokenizer: Any = AutoTokenizer.from_pretrained(run)

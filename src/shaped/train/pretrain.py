@@ -21,7 +21,7 @@ import shaped.hf
 from shaped.files import sha256, write_sealed
 from shaped.train import checkpoint, data, diagnostics
 from shaped.train.batches import Batches
-from shaped.train.folder import check_files, claim, computed, refuse_other, write_settings
+from shaped.train.folder import HISTORY, check_files, claim, computed, refuse_other, write_settings
 from shaped.train.lock import alone
 from shaped.train.losses import MaskedLoss
 from shaped.train.metrics import Metrics, read
@@ -127,8 +127,6 @@ class Run:
         if len(self.data.rows("valid")) < settings.batch:
             raise ValueError(f"batch must be at most the rows of the test text, {len(self.data.rows('valid'))}, got {settings.batch}")
         self.test = Batches.of(self.data, "valid", seed=0, **where)  # the same order and masks for every run
-        if rank == 0:
-            write_settings(settings)
         self.model = build(settings, self.data.vocab, self.data.length)
         self.plan = Plan(
             settings.learning_rate,
@@ -146,6 +144,8 @@ class Run:
         self._before = 0.0  # seconds until the checkpoint that the run goes on from
         self._losses: list[float] = []  # those that the next line of metrics is the mean of
         self.step, written = self._resume()
+        if rank == 0:  # now that they are known to be those of what is here
+            write_settings(settings)
         self.metrics = Metrics(self.out, self.step, settings.tensorboard, say, written) if rank == 0 else None
 
     def _resume(self) -> tuple[int, int]:
@@ -318,7 +318,7 @@ class Run:
             seconds=self._seconds(),
         )
         if self.rank == 0:
-            written = ["settings.toml", "metrics.jsonl"]
+            written = list(HISTORY)
             if self.settings.save_model:
                 transformers.utils.logging.disable_progress_bar()
                 values = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}  # no longer views
