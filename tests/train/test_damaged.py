@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("damaged"))
 
 
-@pytest.mark.parametrize("number", range(48))
+@pytest.mark.parametrize("number", range(32))
 def test_a_random_damage_is_never_passed_over_in_silence(place: Place, number: int):
     """`python tests/damage.py --count 1000` tries more of them."""
     what, outcome = place.try_damage(np.random.default_rng([1, number]))
@@ -280,7 +280,7 @@ def test_a_finished_run_is_what_it_wrote(tiny: Settings, tmp_path: Path):
     """Weights, config, tokenizer, settings, metrics: another content is named, by pretrain too, which makes them again when asked to."""
     settings = replace(tiny, steps=4)
     result = quiet(settings)
-    right = weights(tiny.out)
+    right = {name: value.clone() for name, value in weights(tiny.out).items()}  # which are read from the file when they are needed
     for name in ("model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl", "settings.toml"):
         path = tiny.out / name
         content = path.read_bytes()
@@ -391,9 +391,8 @@ def test_a_study_has_a_largest_number_of_runs(tmp_path: Path):
 
 def test_a_finished_run_that_was_damaged_is_a_failure_of_its_study(tiny: Settings, tmp_path: Path):
     lines = "".join(line + "\n" for line in replace(tiny, steps=4).to_toml().splitlines() if line.split(" ")[0] != "out")
-    (tmp_path / "study.toml").write_text(
-        f'out = "{tmp_path / "runs"}"\n[defaults]\n{lines}[[run]]\nname = "a"\n[[run]]\nname = "b"\nseed = 1\n'
-    )
+    queue = '[[run]]\nname = "a"\n[[run]]\nname = "b"\nseed = 1\n'
+    (tmp_path / "study.toml").write_text(f'out = "{tmp_path / "runs"}"\n[defaults]\n{lines}{queue}')
     assert len(study.study(tmp_path / "study.toml", say=lambda line: None)["runs"]) == 2
     path = tmp_path / "runs" / "a" / "metrics.jsonl"
     path.write_text(path.read_text().replace('"loss": ', '"loss": 1', 1))
