@@ -132,5 +132,6 @@ def test_what_is_no_settings_file_is_refused_in_a_line(tmp_path: Path, content: 
 def test_the_page_explains_every_setting():
     page = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text()
     for about in fields(Settings):
-        assert f"| `{about.name}` |" in page
+        shown = "" if about.default in (MISSING, None) else str(about.default).lower() if isinstance(about.default, bool) else about.default
+        assert f"| `{about.name}` | {shown} |" in page
         assert f"| {about.metadata['help']}" in page
