@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,14 @@ def make_folder(path: Path, name: str = "out") -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"{name} must be a folder, got {path}, which is a file or in one") from None
+
+
+def remove(path: Path) -> None:
+    """A file, a folder with all that is in it, or nothing; of what is somewhere else, the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def usual_mode(path: Path) -> None:

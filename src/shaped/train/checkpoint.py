@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shaped.files import read_json, sha256, usual_mode, write_sealed
+from shaped.files import read_json, remove, sha256, usual_mode, write_sealed
 
 TENSORS, ABOUT = "state.safetensors", "state.json"
 
@@ -38,24 +38,16 @@ def save(folder: Path, step: int, state: dict[str, Tensor], about: dict[str, Any
         raise
     later = [path for path in found(folder) if _step(path) > step]  # damaged, or of a future that will be made again
     for old in found(folder)[: -keep - len(later)] + later:
-        _remove(old)
+        remove(old)
     return final
 
 
 def _make_room(path: Path) -> None:
     """For a checkpoint of this name: one that was damaged or is made again goes; what is no checkpoint is moved aside."""
     if path.is_dir():
-        _remove(path)
+        remove(path)
     elif path.is_symlink() or path.exists():
         path.rename(next(other for number in itertools.count(1) if not (other := path.with_name(f"{path.name}.other-{number}")).exists()))
-
-
-def _remove(path: Path) -> None:
-    """A checkpoint; of one that is somewhere else, the link."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
 
 
 @contextmanager

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from shaped.checks import in_range, whole_number
-from shaped.files import entries, open_regular, read_json, sha256, write_sealed
+from shaped.files import entries, open_regular, read_json, remove, sha256, write_sealed
 from shaped.train.lock import alone
 from shaped.train.text import Line, fingerprint, is_file, lines
-from shaped.train.tokenizer import END, FIRST, SPECIAL, fault_of, hashes_of, load_tokenizer, make_tokenizer, remove
+from shaped.train.tokenizer import END, FIRST, SPECIAL, fault_of, hashes_of, load_tokenizer, make_tokenizer
 
 PARTS = ("train", "valid")
 CHUNK, CHARACTERS = 20_000, 4_000_000

@@ -154,7 +154,7 @@ class Run:
         if found is None:
             return 0, 0
         state, about = found
-        refuse_other(Settings.of(tomllib.loads(about["settings"])), self.settings)  # settings.toml may have been lost
+        refuse_other(Settings.of(tomllib.loads(about["settings"])), self.settings)  # settings.toml may have been lost or damaged
         if about["layout"] != self.stepper.layout() or not self.stepper.fits(state):
             raise ValueError(f"checkpoints must be of this model, got other names or shapes in {self.out}")
         if about["data"] != self.hashes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shaped.files import read_text, sha256
+from shaped.files import read_text, remove, sha256
 
 PAD, UNKNOWN, FIRST, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """`[CLS]` begins a row, `[SEP]` ends a document; they are the first entries of every vocabulary, in this order."""
@@ -87,11 +87,3 @@ def make_tokenizer(folder: Path, text: Callable[[], Iterator[str]], vocab: int, 
     wrapped.save_pretrained(unfinished)
     remove(folder)
     os.replace(unfinished, folder)
-
-
-def remove(path: Path) -> None:
-    """A folder with all that is in it, or whatever else has its name."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
