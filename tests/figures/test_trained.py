@@ -17,7 +17,7 @@ RUN = Result("shaped", "recover", 18, 768, 100, 5e-4, 0.1, 0, 2.1, 2.05, "shaped
 GLUE = {"rte": {"task": "rte", "score": "accuracy", "seeds": [0], "accuracy": {"mean": 0.5, "std": None}}}
 
 
-def write(folder, result, scores=None, entropy=None, depth=8):
+def write(folder, result, scores=None, entropy=None, depth=18):
     folder.mkdir(parents=True)
     (folder / "result.json").write_text(json.dumps(result.to_dict()))
     for task, (score, mean) in (scores or {}).items():

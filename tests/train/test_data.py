@@ -3,7 +3,11 @@
 import gzip
 import json
 import lzma
+import os
 import shutil
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import zstandard
 from transformers import AutoTokenizer
 
 from refusals import refused
+from shaped.files import read_json, write_json
 from shaped.train import data
 from shaped.train.lock import Busy, alone
 from shaped.train.text import LONGEST, lines
@@ -105,17 +110,17 @@ def test_an_interrupted_preparation_goes_on(text: Path, prepared: Path, tmp_path
 
 def test_what_a_killed_run_wrote_but_did_not_record_is_cut_off(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(data, "CHUNK", 300)
-    write_json = data.write_json
+    write_sealed = data.write_sealed
 
     def killed(path, value):
         if path.name == "train.json.part" and value["rows"] > 200:
             raise KeyboardInterrupt
-        write_json(path, value)
+        write_sealed(path, value)
 
-    monkeypatch.setattr(data, "write_json", killed)
+    monkeypatch.setattr(data, "write_sealed", killed)
     with pytest.raises(KeyboardInterrupt):
         data.prepare([str(text)], tmp_path, **HOW)
-    monkeypatch.setattr(data, "write_json", write_json)
+    monkeypatch.setattr(data, "write_sealed", write_sealed)
     assert data.prepare([str(text)], tmp_path, **HOW).facts["train"] == data.load(prepared).facts["train"]
 
 
@@ -144,7 +149,7 @@ def test_the_same_text_gives_the_same_arrays(tmp_path: Path):
     assert len(vocabulary["model"]["vocab"]) == 200
 
 
-def test_a_line_without_end_comes_in_pieces(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_line_without_end_comes_in_pieces(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Short ones, cut between words, and few of them at a time: memory does not grow with the line. The tokens are those of the whole."""
     words = " ".join(text.read_text().split())
     long = tmp_path / "long.txt"
@@ -154,7 +159,6 @@ def test_a_line_without_end_comes_in_pieces(text: Path, prepared: Path, tmp_path
     assert len(pieces) > 20
     assert max(len(piece or "") for piece in pieces) <= 2 * LONGEST
     assert " ".join(piece or "" for piece in pieces).split() == (words * 60).split()
-    shutil.copytree(prepared / "tokenizer", tmp_path / "out" / "tokenizer")  # two trainings of a tokenizer may break ties differently
     flat, sizes = data._flat, []
 
     def measured(chunk, *rest):
@@ -165,7 +169,7 @@ def test_a_line_without_end_comes_in_pieces(text: Path, prepared: Path, tmp_path
     monkeypatch.setattr(data, "CHARACTERS", 4 * LONGEST)
     made = data.prepare([str(long)], tmp_path / "out", valid=[str(text)], **HOW)
     assert max(sizes) <= 6 * LONGEST
-    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(made.folder / "tokenizer")
     whole = tokenizer(words * 60, add_special_tokens=False)["input_ids"]
     packed = made.rows("train")[:, 1:].ravel()
     assert packed.tolist() == whole[: len(packed)]
@@ -258,8 +262,11 @@ def test_a_damaged_array_is_made_anew(text: Path, prepared: Path, tmp_path: Path
         assert (out / name).read_bytes() == (prepared / name).read_bytes()
 
 
-def test_a_record_of_more_than_there_is_is_not_believed(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Interrupted, and then train.bin lost its end: zeros in its place would be wrong tokens."""
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_rows_that_are_not_those_of_the_record_are_made_anew(
+    text: Path, prepared: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Interrupted, and then train.bin lost its end or changed: zeros in its place, and what changed, would be wrong tokens."""
     monkeypatch.setattr(data, "CHUNK", 300)
     flat, calls = data._flat, []
 
@@ -273,8 +280,11 @@ def test_a_record_of_more_than_there_is_is_not_believed(text: Path, prepared: Pa
     with pytest.raises(KeyboardInterrupt):
         data.prepare([str(text)], tmp_path, **HOW)
     assert (tmp_path / "train.json.part").exists()
-    (tmp_path / "train.bin").write_bytes((tmp_path / "train.bin").read_bytes()[:1000])
+    content = bytearray((tmp_path / "train.bin").read_bytes())
+    content[100] ^= damage == "flipped"
+    (tmp_path / "train.bin").write_bytes(content[:1000] if damage == "cut" else content)
     assert data.prepare([str(text)], tmp_path, **HOW).facts["train"] == data.load(prepared).facts["train"]
+    data.load(tmp_path).verify()
 
 
 def test_a_folder_in_which_another_works_is_refused(text: Path, tmp_path: Path):
@@ -289,7 +299,7 @@ WRONG = (None, [], "x", -1, 1.5, 10**30, {}, {"rows": "many"}, {"[MASK]": "four"
 
 @pytest.mark.parametrize("key", FACTS)
 def test_facts_of_any_shape_are_refused_in_a_line(prepared: Path, tmp_path: Path, key: str):
-    facts = json.loads((prepared / "data.json").read_text())
+    facts = read_json(prepared / "data.json")  # without its seal: made elsewhere
     for value in WRONG:
         (tmp_path / "data.json").write_text(json.dumps(facts | {key: value}))
         with refused("data must be", str(tmp_path), "data.json", "damaged"):
@@ -320,16 +330,97 @@ def test_what_is_no_object_is_refused_in_a_line(prepared: Path, text: Path, tmp_
     assert data.prepare([str(text)], out, say=lambda line: None, **HOW).facts == data.load(prepared).facts
 
 
-def test_a_damaged_tokenizer_or_archive_is_refused_in_a_line(prepared: Path, text: Path, tmp_path: Path):
+def test_a_damaged_archive_is_refused_in_a_line(prepared: Path, tmp_path: Path):
+    """Also one that unpacks to more than the array has: no further than that."""
+    shutil.copy(prepared / "data.json", tmp_path)
+    content = (prepared / "train.bin").read_bytes()
+    archives = {b"no archive": "damaged", lzma.compress(content[:-2]): f"got {len(content) - 2}", lzma.compress(bytes(1 << 28)): "got more"}
+    for archive, words in archives.items():
+        (tmp_path / "train.bin.xz").write_bytes(archive)
+        with no_more_memory_than(1 << 26), refused("train.bin.xz", words, str(tmp_path)):
+            data.load(tmp_path).rows("train")
+
+
+@contextmanager
+def no_more_memory_than(size: int) -> Iterator[None]:
+    """That Python asks for at any time."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_an_archive_that_unpacks_to_much_more_is_refused(tmp_path: Path, suffix: str):
+    """A word without end, of 64 MiB in some kilobytes; what was unpacked of it until then stays small."""
+    content = bytes([97]) * (1 << 26)
+    path = tmp_path / f"bomb.txt{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix == ".gz" else zstandard.ZstdCompressor().compress(content))
+    with no_more_memory_than(1 << 27), refused("text must unpack to at most 200 times its size", str(path)):
+        for _ in lines(str(path)):
+            pass
+
+
+DAMAGES = {
+    "cut": lambda folder: (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text()[:-5]),
+    "another word": lambda folder: (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace('"ba"', '"bx"')),
+    "no config": lambda folder: (folder / "tokenizer_config.json").unlink(),
+    "gone": shutil.rmtree,
+    "a pipe": lambda folder: ((folder / "tokenizer.json").unlink(), os.mkfifo(folder / "tokenizer.json")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_damaged_tokenizer_is_made_anew(
+    text: Path, prepared: Path, tmp_path: Path, damage: str, finished: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """By the same command, which says so; until then nothing is trained with it."""
+    out = tmp_path / "out"
+    if finished:
+        shutil.copytree(prepared, out)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(data, "_pack", lambda *given: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                data.prepare([str(text)], out, **HOW)
+        shutil.copy(prepared / "train.bin", out)
+    DAMAGES[damage](out / "tokenizer")
+    if finished:
+        with refused("data must have the tokenizer of data.json", str(out)):
+            data.load(out).verify()
+    said: list[str] = []
+    data.prepare([str(text)], out, say=said.append, **HOW).verify()
+    assert len(said) == 1
+    assert "the tokenizer" in said[0]
+    for path in (prepared / "tokenizer").iterdir():
+        assert (out / "tokenizer" / path.name).read_bytes() == path.read_bytes()
+    assert data.load(out).facts == data.load(prepared).facts
+    assert sorted(path.name for path in out.iterdir()) == ["data.json", "request.json", "tokenizer", "train.bin", "valid.bin"]
+
+
+def test_a_folder_from_before_tokenizers_had_hashes_is_read(prepared: Path, text: Path, tmp_path: Path):
     out = tmp_path / "out"
     shutil.copytree(prepared, out)
-    (out / "train.bin").unlink()
-    (out / "train.bin.xz").write_bytes(b"no archive")
-    with refused("train.bin.xz", "damaged", str(out)):
-        data.load(out).rows("train")
-    (out / "tokenizer" / "tokenizer.json").write_text("{")
-    with refused("tokenizer", str(out)):
-        data.prepare([str(text)], out, say=lambda line: None, **HOW)
+    facts = read_json(out / "data.json")
+    del facts["tokenizer"]
+    write_json(out / "data.json", facts)
+    data.load(out).verify()
+    assert data.prepare([str(text)], out, **HOW).facts == facts
+    (out / "tokenizer" / "tokenizer.json").write_text("{}")
+    with refused("tokenizer", "cannot be read", str(out)):
+        data.load(out).verify()
+
+
+def test_a_folder_whose_request_is_lost_is_not_taken_over(prepared: Path, text: Path, tmp_path: Path):
+    """It may be of another text."""
+    out = tmp_path / "out"
+    shutil.copytree(prepared, out)
+    (out / "request.json").unlink()
+    with refused("out", str(out), "delete it to begin anew"):
+        data.prepare([str(text)], out, **HOW)
 
 
 def test_wrong_text_is_refused(text: Path, tmp_path: Path):
@@ -342,7 +433,7 @@ def test_wrong_text_is_refused(text: Path, tmp_path: Path):
     cases: list[tuple[list[str], dict[str, Any], tuple[str, ...]]] = [
         ([], {}, ("text", "none")),
         ([str(tmp_path / "nowhere.txt")], {}, ("text", "nowhere.txt")),
-        ([str(tmp_path)], {}, ("text", "folder")),
+        ([str(tmp_path)], {}, ("text", "neither")),
         (file("latin.txt", "caf\xe9\n".encode("latin-1")), {}, ("UTF-8", "0xe9", "line 1")),
         (file("empty.txt", b"\n\n"), {}, ("text", "words")),
         (file("cut.txt.gz", packed[: len(packed) // 2]), {}, ("cut.txt.gz", "breaks off")),

@@ -79,14 +79,14 @@ def test_metrics_go_to_json_lines_and_tensorboard(tiny: Settings):
 def test_without_tensorboard_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     said: list[str] = []
-    metrics.Metrics(tmp_path, 0, True, said.append).write(1, "train", loss=1.0)
+    metrics.Metrics(tmp_path, 0, True, said.append).write(1, "test", loss=1.0)
     assert len(said) == 1
     assert "tensorboard is not installed" in said[0]
-    assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1, "kind": "train", "loss": 1.0}]
+    assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1, "kind": "test", "loss": 1.0}]
 
 
 def test_metrics_of_steps_that_come_again_are_dropped(tmp_path: Path):
-    lines = [{"step": step, "kind": "train", "loss": 1.0} for step in (10, 20, 30)]
+    lines = [{"step": step, "kind": "test", "loss": 1.0} for step in (10, 20, 30)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 40, "ki')
-    metrics.Metrics(tmp_path, 20, False, print).write(30, "train", loss=float("nan"))
-    assert metrics.read(tmp_path / "metrics.jsonl") == [*lines[:2], {"step": 30, "kind": "train", "loss": None}]
+    metrics.Metrics(tmp_path, 20, False, print).write(30, "layers", entropy=[float("nan"), 1.0])
+    assert metrics.read(tmp_path / "metrics.jsonl") == [*lines[:2], {"step": 30, "kind": "layers", "entropy": [None, 1.0]}]

@@ -13,6 +13,7 @@ import pytest
 
 from refusals import refused
 from shaped import cli
+from shaped.files import read_json, write_json
 from shaped.train import glue
 from shaped.train.collection import collect, trained
 from shaped.train.pretrain import pretrain
@@ -58,7 +59,7 @@ def test_wrong_files_are_refused(tmp_path: Path):
         with refused("dev.tsv", *words):
             glue.examples("cola", "dev", tmp_path)
     (tmp_path / "CoLA" / "dev.tsv").write_bytes("gj04\t1\t\tcaf\xe9\n".encode("latin-1"))
-    with refused("data must be UTF-8", "0xe9", "CoLA/dev.tsv"):
+    with refused("data must have CoLA/dev.tsv", "UTF-8", "0xe9"):
         glue.examples("cola", "dev", tmp_path)
     with refused("task", "sst"):
         glue.GlueSettings("sst")
@@ -139,7 +140,17 @@ def test_choices_are_those_of_pre_training(name: str):
 
 @pytest.mark.parametrize(
     "given",
-    [{"clip": -1.0}, {"clip": math.nan}, {"epochs": 0}, {"batch": 1.5}, {"lr": 0.0}, {"warmup": 2.0}, {"seeds": (1.5,)}, {"seeds": (-1,)}],
+    [
+        {"clip": -1.0},
+        {"clip": math.nan},
+        {"epochs": 0},
+        {"epochs": 10**9},
+        {"batch": 1.5},
+        {"lr": 0.0},
+        {"warmup": 2.0},
+        {"seeds": (1.5,)},
+        {"seeds": (-1,)},
+    ],
 )
 def test_wrong_settings_are_refused(given: dict):
     with refused(next(iter(given))):
@@ -159,15 +170,27 @@ def test_a_result_of_any_shape_is_refused_in_a_line(tiny: Settings, task: Path):
             glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1), task)
 
 
-def test_a_damaged_model_is_refused_in_a_line(tiny: Settings, task: Path):
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_damaged_model_is_refused_in_a_line(tiny: Settings, task: Path, hashed: bool):
+    """By its hash; by what is wrong with it in a run from before there were hashes."""
     pretrain(replace(tiny, steps=4), say=lambda line: None)
+    if not hashed:
+        about = read_json(tiny.out / "result.json")
+        del about["files"]
+        write_json(tiny.out / "result.json", about)
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"):
         right = (tiny.out / name).read_bytes()
-        for wrong in (right[: len(right) // 2], b"[]", b""):
+        flipped = right[:-2] + bytes([right[-2] ^ 1]) + right[-1:]
+        for wrong in (right[: len(right) // 2], b"[]", b"", *([flipped] if hashed else [])):
             (tiny.out / name).write_bytes(wrong)
-            with refused("run must have", str(tiny.out)):
+            with refused(str(tiny.out)):
                 glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(0,)), task, say=lambda line: None)
         (tiny.out / name).write_bytes(right)
+    config = json.loads((tiny.out / "config.json").read_text())
+    for wrong in ({"num_hidden_layers": 10**9}, {"hidden_size": 10**9}, {"num_hidden_layers": "2"}):
+        (tiny.out / "config.json").write_text(json.dumps(config | wrong))
+        with refused("config.json"):
+            glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(0,)), task, say=lambda line: None)
 
 
 def test_an_unfinished_run_is_refused(tmp_path: Path, task: Path):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from refusals import refused
+from shaped.files import read_json, write_sealed
 from shaped.train import checkpoint, data, metrics
 from shaped.train import pretrain as pretraining
 from shaped.train.lock import Busy, alone
@@ -155,7 +156,7 @@ def test_a_run_that_failed_before_its_first_step_holds_no_folder(tiny: Settings,
         patch.setattr(pretraining, "build", lambda *model: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             quiet(tiny)
-    assert (tiny.out / "settings.toml").exists()
+    assert not tiny.out.exists()
     assert quiet(replace(tiny, width=16, steps=4)).width == 16
     assert Settings.from_toml(tiny.out / "settings.toml").width == 16
 
@@ -223,33 +224,43 @@ def test_a_description_of_any_shape_is_passed_by(tiny: Settings):
     quiet(settings)
     (tiny.out / "result.json").unlink()
     about = checkpoint.found(tiny.out / "checkpoints")[-1] / "state.json"
-    right = json.loads(about.read_text())
+    right = read_json(about)  # without its seal: of an older version
     for content in [*map(json.dumps, damaged_descriptions(right)), "[" * 100_000]:
         about.write_text(content)
         said: list[str] = []
         assert Run(settings, 0, 1, said.append, False, {}).step == 24
         assert "step-00000032 is truncated or damaged" in said[0]
         assert "\n" not in said[0]
-    for wrong in ({"losses": ["x"]}, {"step": 1000}):
-        about.write_text(json.dumps(right | wrong))
-        with refused("checkpoints", "32 steps", str(tiny.out)):
-            Run(settings, 0, 1, lambda line: None, False, {})
+    about.write_text(json.dumps(right | {"losses": ["x"]}))
+    with refused("checkpoints", "32 steps", str(tiny.out)):
+        Run(settings, 0, 1, lambda line: None, False, {})
 
 
-def test_metrics_of_any_shape_are_left_out(tiny: Settings):
+WRONG_LINES = ["3", "[]", "{}", '{"step": "x", "kind": "test"}', '{"step": 1, "kind": []}', "\0\0", "[" * 100_000, "", "NaN"]
+WRONG_LINES += ['{"step": 1, "kind": "test", "loss": "x"}', '{"step": 1, "kind": "test"}', '{"step": 1, "kind": "other", "loss": 1.0}']
+WRONG_LINES += ['{"step": 1, "kind": "layers", "entropy": ["x"]}', '{"step": 1, "kind": "train", "loss": 1e999, "count": 1}', "\xff"]
+
+
+def test_metrics_of_any_shape_are_refused_and_left_out_by_a_run_that_goes_on(tiny: Settings):
     quiet(replace(tiny, steps=4))
     path = tiny.out / "metrics.jsonl"
     right = path.read_text()
-    for line in ("3", "[]", "{}", '{"step": "x", "kind": "test"}', '{"step": 1, "kind": []}', "\0\0", "[" * 100_000):
-        path.write_text(f"{right}{line}\n{right}")
-        assert metrics.read(path, "test") == 2 * [json.loads(line) for line in right.splitlines() if '"test"' in line]
-    said: list[str] = []
-    path.write_text(f"{line}\n{right}")
-    metrics.Metrics(tiny.out, 4, False, said.append)
-    assert path.read_text() == right  # what comes after a line that is none is not lost
-    assert said == [f"{path} has 1 line that cannot be read: left out"]
+    flipped = right.splitlines()[0].replace('"loss": ', '"loss": 1')  # another number, which the checksum tells
+    for line in (*WRONG_LINES, flipped):
+        path.write_bytes(f"{right}{line}\n{right}".encode("latin-1"))
+        with refused(str(path), f"line {1 + right.count(chr(10))}"):
+            metrics.read(path)
+        said: list[str] = []
+        metrics.Metrics(tiny.out, 4, False, said.append)
+        assert path.read_text() == 2 * right  # what comes after a line that is none is not lost
+        assert said == [f"{path} has 1 line that cannot be read: left out"]
+    (tiny.out / "result.json").unlink()
     about = checkpoint.found(tiny.out / "checkpoints")[-1] / "state.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"losses": []}))
+    path.write_text(right.splitlines()[0] + "\n")
+    said = []
+    pretrain(replace(tiny, steps=4), say=said.append)
+    assert said[1] == f"{path} has 1 of the 3 lines that were written up to step 4: the others are lost"
+    write_sealed(about, read_json(about) | {"losses": []})
     path.write_bytes(b"\xff\n")
     (tiny.out / "result.json").unlink()
     with refused("metrics", str(tiny.out)):
@@ -265,11 +276,11 @@ def test_the_losses_of_a_result_are_those_of_the_last_step(tiny: Settings):
     assert json.loads(lines[1])["step"] == 20
     assert json.loads(lines[1])["loss"] != result.test_loss
     about = checkpoint.found(settings.out / "checkpoints")[-1] / "state.json"
-    right = json.loads(about.read_text())
+    right = read_json(about)
     assert 0.0 < right["seconds"] <= result.seconds
     for seconds, kept in ((None, lines[:2]), (1000.0, [line for line in lines if '"train"' in line]), ("x", [])):
         path.write_text("".join(kept))
-        about.write_text(json.dumps(right | {"seconds": seconds}))  # older checkpoints have none
+        write_sealed(about, right | {"seconds": seconds})  # older checkpoints have none
         (settings.out / "result.json").unlink()
         again = quiet(settings)
         assert again.test_loss == result.test_loss

@@ -60,7 +60,7 @@ def test_options_prevail_over_the_file(prepared: Path, tmp_path: Path, monkeypat
 
 def test_learning_rates():
     given: dict[str, Any] = {"data": Path("d"), "out": Path("o"), "lr": 2.0, "warmup": 4, "steps": 12}
-    constant, linear = Settings(**given), Settings(**given, decay="linear")
+    constant, linear = Settings(**given, decay="none"), Settings(**given)
     assert [constant.learning_rate(step) for step in (0, 1, 3, 4, 11)] == [0.5, 1.0, 2.0, 2.0, 2.0]
     assert [linear.learning_rate(step) for step in (0, 3, 4, 8, 11)] == [0.5, 2.0, 2.0, 1.0, 0.25]
     assert Settings.of(given | {"warmup": 0}).learning_rate(0) == 2.0
@@ -88,7 +88,7 @@ def test_learning_rates():
         ({"tied": True, "head_std": 0.0}, ("head_std", "tied", "0")),
         ({"tied": True, "embedding_std": 0.0}, ("embedding_std", "tied", "0")),
         ({"tau0": 0.0}, ("tau0", "0")),
-        ({"decay": "linear", "steps": 10}, ("warmup", "10", "4000")),
+        ({"decay": "linear", "steps": 10}, ("warmup", "10", "1000")),
         ({"out": 3}, ("out", "3")),
         ({"out": ""}, ("out", "path", "''")),
         ({"data": "a\0b"}, ("data", "path")),
@@ -132,5 +132,6 @@ def test_what_is_no_settings_file_is_refused_in_a_line(tmp_path: Path, content: 
 def test_the_page_explains_every_setting():
     page = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text()
     for about in fields(Settings):
-        assert f"| `{about.name}` |" in page
+        shown = "" if about.default in (MISSING, None) else str(about.default).lower() if isinstance(about.default, bool) else about.default
+        assert f"| `{about.name}` | {shown} |" in page
         assert f"| {about.metadata['help']}" in page

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from refusals import refused
+from shaped.files import read_json
 from shaped.train import study
 from shaped.train.collection import trained
 from shaped.train.lock import alone
@@ -39,7 +40,7 @@ def test_a_study_runs_its_queue_within_its_time(tiny: Settings, tmp_path: Path):
     assert [run["name"] for run in summary["runs"]] == ["shaped-lr0.001", "shaped-lr0.01", "preln"]
     alone = pretrain(replace(tiny, out=tmp_path / "alone"), say=lambda line: None)
     assert summary["runs"][1]["test_loss"] == alone.test_loss
-    assert json.loads((tmp_path / "runs" / "study.json").read_text()) == summary
+    assert read_json(tmp_path / "runs" / "study.json") == summary
     logs = [json.loads(line) for line in (tmp_path / "runs" / "study.jsonl").read_text().splitlines()]
     assert {line["run"] for line in logs} == {"shaped-lr0.001", "shaped-lr0.01", "preln"}
     runs = trained([tmp_path / "runs"])
@@ -153,7 +154,7 @@ def test_a_run_that_fails_does_not_stop_the_queue(tiny: Settings, tmp_path: Path
     assert [(run["name"], run["why"]) for run in summary["unfinished"]] == [(name, "") for name in names[:-1]]
     assert any(line.startswith("busy: out must be a folder in which no other process works") for line in said)
     assert all("\n" not in line for line in said)
-    assert json.loads((runs / "study.json").read_text()) == summary
+    assert read_json(runs / "study.json") == summary
     assert {run.name for run in trained([runs / "study.json"])} == set(names)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import itertools
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from shaped.files import read_json, usual_mode
+from shaped.files import read_json, remove, sha256, usual_mode, write_sealed
 
 TENSORS, ABOUT = "state.safetensors", "state.json"
 
@@ -28,20 +28,26 @@ def save(folder: Path, step: int, state: dict[str, Tensor], about: dict[str, Any
     try:
         with tensors_in(unfinished):
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, unfinished / TENSORS)
-        described = {"step": step, "sha256": _hash(unfinished / TENSORS)} | about
-        (unfinished / ABOUT).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-        for name in (TENSORS, ABOUT):
-            with open(unfinished / name, "rb") as file:
-                os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)  # one that was damaged, or is made again
+        with open(unfinished / TENSORS, "rb") as file:
+            os.fsync(file.fileno())
+        write_sealed(unfinished / ABOUT, {"step": step, "sha256": sha256(unfinished / TENSORS)} | about)
+        _make_room(final)
         os.replace(unfinished, final)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    later = [path for path in found(folder) if path > final]  # damaged, or of a future that will be made again
+    later = [path for path in found(folder) if _step(path) > step]  # damaged, or of a future that will be made again
     for old in found(folder)[: -keep - len(later)] + later:
-        shutil.rmtree(old)
+        remove(old)
     return final
+
+
+def _make_room(path: Path) -> None:
+    """For a checkpoint of this name: one that was damaged or is made again goes; what is no checkpoint is moved aside."""
+    if path.is_dir():
+        remove(path)
+    elif path.is_symlink() or path.exists():
+        path.rename(next(other for number in itertools.count(1) if not (other := path.with_name(f"{path.name}.other-{number}")).exists()))
 
 
 @contextmanager
@@ -58,8 +64,16 @@ def tensors_in(folder: Path) -> Iterator[None]:
 
 
 def found(folder: Path) -> list[Path]:
-    """All checkpoints, the oldest first."""
-    return sorted(folder.glob("step-*"))
+    """All checkpoints, the oldest first: folders named as `save` names them. What else is there is not ours."""
+    ours = [path for path in folder.glob("step-*") if _step(path) >= 0 and path.is_dir()]
+    return sorted(ours, key=_step)
+
+
+def _step(path: Path) -> int:
+    """That a checkpoint's name says; -1 if it is not the name of one."""
+    digits = re.fullmatch(r"step-([0-9]{8,19})", path.name)
+    step = int(digits[1]) if digits else -1
+    return step if path.name == f"step-{step:08d}" else -1
 
 
 def latest(folder: Path, say: Callable[[str], None], **kinds: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -67,6 +81,9 @@ def latest(folder: Path, say: Callable[[str], None], **kinds: Any) -> tuple[dict
 
     `kinds` are the types of what its description must have.
     """
+    for path in sorted(folder.glob("step-*")):
+        if _step(path) >= 0 and not path.is_dir():
+            say(f"{path} is not a folder, so it is no checkpoint: left alone")
     every = found(folder)
     for path in reversed(every):
         try:
@@ -78,21 +95,25 @@ def latest(folder: Path, say: Callable[[str], None], **kinds: Any) -> tuple[dict
     return None
 
 
+def metrics_by(folder: Path) -> tuple[int, int]:
+    """The step of the newest checkpoint that can be described, and how many lines the metrics had by then; older ones do not say it."""
+    for path in reversed(found(folder)):
+        with suppress(OSError, ValueError):
+            about = read_json(path / ABOUT, step=int, metrics=int)
+            return about["step"], about["metrics"]
+    return 0, 0
+
+
 def read(path: Path, **kinds: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         about = read_json(path / ABOUT, step=int, sha256=str, **kinds)
-        if about["step"] < 0:
-            raise ValueError(f"{ABOUT} must have a step of at least 0, got {about['step']}")
-        if _hash(path / TENSORS) != about["sha256"]:
+        if about["step"] != _step(path):
+            raise ValueError(f"{ABOUT} must have the step {_step(path)}, got {about['step']}")
+        if sha256(path / TENSORS) != about["sha256"]:
             raise ValueError(f"{TENSORS} is not what was written")
         return load_file(path / TENSORS), about
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"checkpoint {path} is truncated or damaged ({error})") from None
-
-
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

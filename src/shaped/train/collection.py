@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shaped.files import read_json, write_atomically, write_json
+from shaped.files import entries, read_json, sha256, write_atomically, write_sealed
+from shaped.train import checkpoint
+from shaped.train.folder import HISTORY, check_files, read_settings
 from shaped.train.metrics import read
-from shaped.train.results import Result, kind_of
+from shaped.train.results import MAIN, Result, check_scores, check_settings, kind_of
 from shaped.train.settings import Settings
 
 PLACES = ("data", "out", "minutes")  # settings that say nothing of the run
@@ -29,6 +33,16 @@ class Trained:
     why: str = ""
     """Why it diverged, if it did."""
 
+    def __post_init__(self) -> None:
+        """Whatever place it was read from, the tables and figures may rely on it."""
+        check_settings(self.settings)
+        for line in self.metrics:
+            if line["kind"] == "layers" and len(line["entropy"]) < self.settings["depth"]:
+                raise ValueError(f"metrics must have {self.settings['depth']} layers, got {len(line['entropy'])} at step {line['step']}")
+        for task, scores in self.glue.items():
+            if check_scores(f"the scores of {task}", scores)["task"] != task:
+                raise ValueError(f"the scores of {task} must be of that task, got {scores['task']!r:.60}")
+
     @property
     def kind(self) -> str:
         return kind_of(self.settings["model"], self.settings["schedule"])
@@ -43,7 +57,8 @@ def trained(places: Iterable[Path]) -> list[Trained]:
         if place.is_file():
             found += [(place.stem, run) for run in from_file(place)]
         else:
-            folders = {path.parent for name in ("result.json", "settings.toml") for path in place.rglob(name)}
+            # Metrics alone are no run, but what has lost its settings is not to be passed by.
+            folders = {path.parent for name in ("result.json", "settings.toml", "metrics.jsonl") for path in place.rglob(name)}
             for folder in sorted(folders):
                 inside = folder.resolve() if folder == place else folder.relative_to(place)
                 run = from_folder(folder)
@@ -58,41 +73,75 @@ def trained(places: Iterable[Path]) -> list[Trained]:
 
 def from_folder(folder: Path, planned: Settings | None = None) -> Trained:
     """`planned` are the settings of a run that may not have been begun."""
-    result = Result.read(folder / "result.json") if (folder / "result.json").exists() else None
-    settings = {} if planned is None else asdict(planned)
-    if (folder / "settings.toml").exists():
-        settings = asdict(Settings.from_toml(folder / "settings.toml"))
+    try:
+        return _from_folder(folder, planned)
+    except OSError as error:
+        raise ValueError(f"runs must be folders that can be read, got {folder}: {error}") from None
+    except ValueError as error:
+        if str(folder) in str(error):
+            raise
+        raise ValueError(f"{folder} must be the folder of a run, got something else: {error}") from None
+
+
+def _from_folder(folder: Path, planned: Settings | None) -> Trained:
+    result = None
+    if is_there(folder / "result.json"):
+        result = Result.read(folder / "result.json")
+        check_files(folder, HISTORY.__contains__)
+    if is_there(folder / "settings.toml"):
+        settings = asdict(read_settings(folder))
     elif result is not None:
         settings = result.settings | _main(result.to_dict())
-    glue = {path: read_json(path, task=str, score=str, seeds=list) for path in sorted(folder.glob("glue-*.json"))}
+    elif planned is not None:
+        settings = asdict(planned)
+    else:
+        raise ValueError("it has metrics.jsonl, but neither settings.toml nor result.json")
+    glue = {}
+    for path in sorted(folder.glob("glue-*.json")):
+        glue[path.stem.removeprefix("glue-")] = read_json(path)
     diverged = folder / "diverged.json"
-    why = read_json(diverged, why=str)["why"] if result is None and diverged.exists() else ""
+    why = read_json(diverged, why=str)["why"] if result is None and is_there(diverged) else ""
     kept = {name: value for name, value in settings.items() if name not in PLACES}
-    scores = {about["task"]: about for about in glue.values()}
-    return Trained(folder.name, kept, read(folder / "metrics.jsonl"), result, scores, why)
+    lines = read(folder / "metrics.jsonl")
+    step, written = checkpoint.metrics_by(folder / "checkpoints") if result is None else (0, 0)
+    if (there := sum(line["step"] <= step for line in lines)) < written:
+        raise ValueError(f"metrics.jsonl has {there} of the {written} lines up to step {step}; a run that goes on does without them")
+    return Trained(folder.name, kept, lines, result, glue, why)
+
+
+def is_there(path: Path) -> bool:
+    """Also a link that leads nowhere, which is a damage and no absence."""
+    return os.path.lexists(path)
 
 
 def from_file(path: Path) -> list[Trained]:
     """From what `collect` wrote."""
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-        log = path.parent / about["log"]
+        about = read_json(path, log=str, runs=list)
+        name = about["log"]
+        if Path(name).name != name:
+            raise ValueError(f"its log must be a file beside it, got {name!r:.60}")
+        log = path.parent / name
         if not log.exists():
             raise ValueError(f"its metrics, {log}, are not there")
+        if about.get("log_sha256", sha256(log)) != sha256(log):  # older ones have none
+            raise ValueError(f"its metrics, {log}, are not those that were written with it")
         lines: dict[str, list[dict[str, Any]]] = {}
         for line in read(log):
-            lines.setdefault(line["run"], []).append(line)
+            lines.setdefault(entries("a line of its metrics", line, run=str)["run"], []).append(line)
         found = []
         for row in about["runs"]:
-            name, glue = row["name"], row.get("glue", {})
+            name = entries("a run", row, name=str)["name"]
+            glue = entries("glue", row.get("glue", {}))
             result = Result.of({key: value for key, value in row.items() if key not in ("name", "glue")})
             found.append(Trained(name, result.settings | _main(row), lines.get(name, []), result, glue))
-        for row in about.get("unfinished", []):
-            found.append(Trained(row["name"], row["settings"] | _main(row["settings"]), lines.get(row["name"], []), why=row["why"]))
+        for row in entries("it", about | {"unfinished": about.get("unfinished", [])}, unfinished=list)["unfinished"]:
+            name = entries("a run", row, name=str, why=str, settings=dict)["name"]
+            found.append(Trained(name, row["settings"] | _main(row["settings"]), lines.get(name, []), why=row["why"]))
         if len({run.name for run in found}) < len(found):
             raise ValueError("a name is there twice")
-    except (KeyError, TypeError, ValueError) as error:
-        words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}, {error}"
+    except (OSError, KeyError, ValueError) as error:
+        words = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"runs must be folders, or files that `shaped collect` made, got {path}: {words}") from None
     return found
 
@@ -103,20 +152,21 @@ def collect(runs: Sequence[Trained], out: Path, **about: Any) -> dict[str, Any]:
         raise ValueError(f"out must end in .json, since the metrics go to a file that ends in .jsonl, got {out}")
     log = out.with_suffix(".jsonl")
     finished = [run for run in runs if run.result is not None]
+    lines = "".join(json.dumps({"run": run.name} | _short(line)) + "\n" for run in runs for line in run.metrics).encode()
     summary = about | {
         "log": log.name,
+        "log_sha256": hashlib.sha256(lines).hexdigest(),
         "runs": [{"name": run.name} | run.result.to_dict() | ({"glue": run.glue} if run.glue else {}) for run in finished if run.result],
         "unfinished": [{"name": run.name, "why": run.why, "settings": run.settings} for run in runs if run.result is None],
     }
-    lines = "".join(json.dumps({"run": run.name} | _short(line)) + "\n" for run in runs for line in run.metrics)
-    write_atomically(log, lambda file: file.write(lines.encode()))
-    write_json(out, summary)
+    write_atomically(log, lambda file: file.write(lines))
+    write_sealed(out, summary)
     return summary
 
 
 def _main(row: dict[str, Any]) -> dict[str, Any]:
     """What a result says of its settings beside them."""
-    return {name: row[name] for name in ("model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed")}
+    return {name: row[name] for name in MAIN}
 
 
 def _short(value: Any) -> Any:

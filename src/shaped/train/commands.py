@@ -19,13 +19,22 @@ app = typer.Typer(rich_markup_mode=None)
 text = typer.Typer(rich_markup_mode=None, help="Text for training.", no_args_is_help=True)
 app.add_typer(text, name="data")
 
+
+def a_path(text: str) -> Path:
+    """Of an option. Empty, as from an unset variable of a shell, it would be the folder that one is in."""
+    if not text:
+        raise typer.BadParameter("must be a path, got ''")
+    return Path(text)
+
+
+PLACE: dict[str, Any] = {"parser": a_path, "metavar": "PATH"}
 UNFINISHED = 75  # EX_TEMPFAIL of sysexits.h: training stopped before its end, and the same command goes on
 
 
 @text.command()
 def prepare(
     text: Annotated[list[str], typer.Option(help="Text files (plain, .gz, .zst) or names of Hugging Face datasets; repeatable.")],
-    out: Annotated[Path, typer.Option(help="Folder for the tokenizer and the arrays.")],
+    out: Annotated[Path, typer.Option(help="Folder for the tokenizer and the arrays.", **PLACE)],
     valid: Annotated[list[str] | None, typer.Option(help="The same for the test text; repeatable.")] = None,
     valid_share: Annotated[float, typer.Option(help="Share of the documents that is held out, without --valid.")] = 0.01,
     vocab: Annotated[int, typer.Option(help="Entries of the vocabulary.")] = 32_000,
@@ -49,12 +58,16 @@ def prepare(
 
 def from_settings(command: Callable[..., None]) -> Callable[..., None]:
     """A command with an option for each setting, which goes into `given` if it was said."""
-    options = [inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Config)]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in (("config", Config), ("preset", Preset))
+    ]
     for name, hint in training.HINTS.items():
         about = training.Settings.__dataclass_fields__[name]
         choices = f" One of {', '.join(about.metadata['choices'])}." if about.metadata["choices"] else ""
         default = "" if about.default in (None, training.MISSING) else f" [{about.default}]"
-        option = typer.Option(help=about.metadata["help"] + choices + default, show_default=False)
+        place = PLACE if hint is Path else {}
+        option = typer.Option(help=about.metadata["help"] + choices + default, show_default=False, **place)
         options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint | None, option]))
 
     def called(config: Path | None = None, **options: Any) -> None:
@@ -66,7 +79,11 @@ def from_settings(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-Config = Annotated[Path | None, typer.Option(help="TOML file with settings; options given beside it prevail.", show_default=False)]
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings; options given beside it prevail.", show_default=False, **PLACE)]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"Defaults by a name: {', '.join(training.PRESETS)}. Settings that are given prevail.", show_default=False),
+]
 
 
 @app.command()
@@ -78,17 +95,18 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
     """
     needs("transformers")
     from shaped.train import pretrain as loop
+    from shaped.train.processes import is_first
 
-    settings = training.Settings.of((training.read_toml(config) if config else {}) | given)
-    if loop.is_first():
+    settings = training.Settings.from_toml(config, **given) if config else training.Settings.of(given)
+    if is_first():
         print(settings.to_toml())
     try:
         result = loop.pretrain(settings, progress=sys.stderr.isatty(), say=complaint)
     except loop.Stopped as stopped:
-        if loop.is_first():
+        if is_first():
             print(stopped)
         raise typer.Exit(UNFINISHED) from None
-    if loop.is_first():
+    if is_first():
         print(f"train loss {result.train_loss:.4f}, test loss {result.test_loss:.4f}")
         print("written:", settings.out)
 
@@ -97,8 +115,8 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
 def study(
     file: Annotated[Path, typer.Argument(help="TOML file: out, minutes, [defaults], [[run]]…")],
     minutes: Annotated[float | None, typer.Option(help="Time for all runs; the same command goes on.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs, in place of the file's.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Prepared text, in place of the file's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs, in place of the file's.", **PLACE)] = None,
+    data: Annotated[Path | None, typer.Option(help="Prepared text, in place of the file's.", **PLACE)] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only the run of this name; repeatable.", show_default=False)] = None,
 ) -> None:
     """Run a queue of trainings one after another; those of the same shape share one compiled step.
@@ -122,7 +140,7 @@ def study(
 @app.command()
 def collect(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, folders with such folders, or files that this made.")],
-    out: Annotated[Path, typer.Option(help="JSON file; the metrics go beside it, into a file that ends in .jsonl.")],
+    out: Annotated[Path, typer.Option(help="JSON file; the metrics go beside it, into a file that ends in .jsonl.", **PLACE)],
 ) -> None:
     """Put runs into one file, with their settings, metrics and GLUE scores; `shaped reproduce --runs` reads it."""
     from shaped.train import collection
@@ -139,7 +157,7 @@ def collect(
 def glue(
     runs: Annotated[list[Path], typer.Argument(help="Finished runs of `shaped pretrain`.")],
     task: Annotated[list[str], typer.Option(help="cola, mrpc or rte; repeatable.")],
-    data: Annotated[Path | None, typer.Option(help="Folder with CoLA, MRPC, RTE; the Hugging Face hub without it.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with CoLA, MRPC, RTE; the Hugging Face hub without it.", **PLACE)] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     epochs: Annotated[int, typer.Option(help="Epochs.")] = 5,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 5e-4,

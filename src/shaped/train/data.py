@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import lzma
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -21,17 +20,18 @@ from typing import Any
 import numpy as np
 
 from shaped.checks import in_range, whole_number
-from shaped.files import entries, read_json, write_json
+from shaped.files import entries, open_regular, read_json, remove, sha256, write_sealed
 from shaped.train.lock import alone
 from shaped.train.text import Line, fingerprint, is_file, lines
-from shaped.train.tokenizer import END, FIRST, SPECIAL, tokenizer_in
+from shaped.train.tokenizer import END, FIRST, SPECIAL, fault_of, hashes_of, load_tokenizer, make_tokenizer
 
 PARTS = ("train", "valid")
 CHUNK, CHARACTERS = 20_000, 4_000_000
 """Lines that are tokenised, written and recorded at a time, and about how many characters of them at most: the tokenizer takes some
 hundred bytes for each."""
-STATE = {"lines": 0, "rows": 0, "rest": [], "documents": 0, "complete": False, "left_out": False}
-"""How far the packing of an array has come."""
+STATE = {"lines": 0, "rows": 0, "rest": [], "documents": 0, "complete": False, "left_out": False, "sha256": hashlib.sha256().hexdigest()}
+"""How far the packing of an array has come, and the hash of its rows so far."""
+IDS = {name: i for i, name in enumerate(SPECIAL)}
 
 
 @dataclass(frozen=True)
@@ -67,26 +67,35 @@ class Data:
             )
         return rows
 
-    def verify(self) -> None:
-        """Reads everything and compares the hashes."""
+    def verify(self, tokenizer: bool = True) -> None:
+        """Reads everything and compares the hashes; without the tokenizer, if it is not needed and not there."""
         for part in PARTS:
             if not self.is_whole(part):
                 raise ValueError(f"data must have the hashes of data.json, got another for {part}.bin: prepare {self.folder} again")
+        fault = self.fault_of_tokenizer()
+        if fault and (tokenizer or fault != "none"):
+            raise ValueError(f"data must have the tokenizer of data.json, got {fault}: prepare {self.folder} again")
+
+    def fault_of_tokenizer(self) -> str:
+        return fault_of(self.folder / "tokenizer", self.facts.get("tokenizer", {}), self.vocab)
 
     def is_whole(self, part: str) -> bool:
         """Has the array the hash that was written down when it was made?"""
         path = self.folder / f"{part}.bin"
         try:
             content = self._carried(part)
-        except ValueError:
+            made = hashlib.sha256(content).hexdigest() if content is not None else sha256(path)
+        except (OSError, ValueError):
             return False
-        made = hashlib.sha256(content).hexdigest() if content is not None else _hash(path) if path.is_file() else ""
         return made == self.facts[part]["sha256"]
 
     def _carried(self, part: str) -> bytes | None:
         """An array of which there is only what `xz` made of it."""
-        compressed = self.folder / f"{part}.bin.xz"
-        return _decompressed(compressed) if compressed.is_file() and not (self.folder / f"{part}.bin").exists() else None
+        compressed, size = self.folder / f"{part}.bin.xz", self.facts[part]["tokens"] * np.dtype(self.facts["dtype"]).itemsize
+        if not compressed.is_file() or (self.folder / f"{part}.bin").exists():
+            return None
+        about = compressed.stat()
+        return _decompressed(compressed, size, about.st_size, about.st_mtime_ns)
 
 
 def load(folder: Path) -> Data:
@@ -94,10 +103,16 @@ def load(folder: Path) -> Data:
     try:
         facts = read_json(folder / "data.json", vocab=int, length=int, dtype=str, special=dict, train=dict, valid=dict)
         for part in PARTS:
-            entries(part, facts[part], rows=int, tokens=int, documents=int, sha256=str, stopped_at_limit=bool)
+            about = entries(part, facts[part], rows=int, tokens=int, documents=int, sha256=str, stopped_at_limit=bool)
+            if about["rows"] < 0 or about["tokens"] != about["rows"] * facts["length"]:
+                raise ValueError(f"{part} must have rows of {facts['length']} tokens, got {about['tokens']} in {about['rows']} rows")
         entries("special", facts["special"], **dict.fromkeys(SPECIAL, int))
+        if facts["special"] != IDS:
+            raise ValueError(f"special must be {IDS}, got {facts['special']}")
+        hashes = entries("tokenizer", facts.get("tokenizer", {}))  # older folders have none
+        entries("tokenizer", hashes, **dict.fromkeys(hashes, str))
         whole_number("length", facts["length"], most=1 << 32)
-        whole_number("vocab", facts["vocab"], least=max(facts["special"].values()) + 2, most=1 << 32)
+        whole_number("vocab", facts["vocab"], least=len(SPECIAL) + 1, most=1 << 32)
         if facts["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"dtype must be uint16 or uint32, got {facts['dtype']!r}")
     except FileNotFoundError:
@@ -147,7 +162,7 @@ def prepare(
     }
     with alone(out):
         if not _same_request(out, request):
-            write_json(out / "request.json", request)
+            write_sealed(out / "request.json", request)
             try:
                 return _make(out, request, {}, text, valid, progress)
             except ValueError:
@@ -155,14 +170,18 @@ def prepare(
                     (out / "request.json").unlink()
                 raise
         whole = _whole_parts(out, say)
-        return load(out) if len(whole) == len(PARTS) else _make(out, request, whole, text, valid, progress)
+        return load(out) if len(whole) == len(PARTS) + 1 else _make(out, request, whole, text, valid, progress)
 
 
 def _make(out: Path, request: dict[str, Any], whole: dict[str, Any], text: list[str], valid: list[str] | None, progress: bool) -> Data:
-    """All but the parts that are whole, of which these are the facts."""
+    """All but what is whole: the parts, and the hashes of the tokenizer."""
     vocab, length, valid_share, cased, tokens = (request[name] for name in ("vocab", "length", "valid_share", "cased", "tokens"))
+    folder = out / "tokenizer"
     with _bar(progress) as bar:
-        tokenizer = tokenizer_in(out, lambda: _training_text(text, valid, valid_share, bar("tokenizer", text)), vocab, length, cased)
+        if "tokenizer" not in whole:
+            make_tokenizer(folder, lambda: _training_text(text, valid, valid_share, bar("tokenizer", text)), vocab, length, cased)
+            write_sealed(_record(folder), {"files": hashes_of(folder)})
+        tokenizer = load_tokenizer(folder)
         size = tokenizer.get_vocab_size()
         dtype = "uint16" if size <= 1 << 16 else "uint32"
         parts = {}
@@ -179,40 +198,57 @@ def _make(out: Path, request: dict[str, Any], whole: dict[str, Any], text: list[
             f"text must fill rows of {length} tokens to train on and to test with, got {counts}: "
             "more text, blank lines between its documents, more of them held out (valid_share), or a test text of its own (valid)"
         )
-    facts = {"format": 1, "vocab": size, "length": length, "dtype": dtype, "special": {name: i for i, name in enumerate(SPECIAL)}}
-    write_json(out / "data.json", facts | parts | {"request": request})
-    for part in parts:
-        _record(out / f"{part}.bin").unlink(missing_ok=True)
+    facts = {"format": 1, "vocab": size, "length": length, "dtype": dtype, "special": IDS, "tokenizer": hashes_of(folder)}
+    write_sealed(out / "data.json", facts | parts | {"request": request})
+    for name in ("tokenizer", *(f"{part}.bin" for part in parts)):
+        _record(out / name).unlink(missing_ok=True)
     return load(out)
 
 
 def _whole_parts(out: Path, say: Callable[[str], object]) -> dict[str, Any]:
-    """The facts of the arrays of a finished folder that are still what was written. The others are named, and removed to be made anew."""
+    """What of a folder is still as it was written: the facts of its arrays and the hashes of its tokenizer. What is not is named, and
+    removed to be made anew."""
     if not (out / "data.json").exists():
-        return {}
+        return _whole_tokenizer(out, say)
     try:
         made = load(out)
     except ValueError as error:
-        say(f"{error}; all arrays are made anew")
+        say(f"{error}; all is made anew")
         return {}
-    whole = {part: made.facts[part] for part in PARTS if made.is_whole(part)}
+    whole: dict[str, Any] = {part: made.facts[part] for part in PARTS if made.is_whole(part)}
+    if fault := made.fault_of_tokenizer():
+        say(f"the tokenizer in {out} is {fault}: it is made anew, and the arrays with it")
+        return {}
     for part in PARTS:
         if part not in whole and not _record(out / f"{part}.bin").exists():  # with a record it is being made anew since an earlier call
             say(f"{part}.bin in {out} is not what was written: it is made anew")
             for name in (f"{part}.bin", f"{part}.bin.xz"):
-                (out / name).unlink(missing_ok=True)
-    return whole
+                remove(out / name)
+    return whole | {"tokenizer": hashes_of(out / "tokenizer")}
+
+
+def _whole_tokenizer(out: Path, say: Callable[[str], object]) -> dict[str, Any]:
+    """The hashes of the tokenizer of a folder that is not finished, if its files are as recorded."""
+    with suppress(OSError, ValueError):
+        files = read_json(_record(out / "tokenizer"), files=dict)["files"]
+        if files == hashes_of(out / "tokenizer"):
+            return {"tokenizer": files}
+    say(f"the tokenizer in {out} is not what was written: all is made anew")
+    for part in PARTS:  # their rows may be of another tokenizer
+        _record(out / f"{part}.bin").unlink(missing_ok=True)
+    return {}
 
 
 def _same_request(out: Path, request: dict[str, Any]) -> bool:
     """Was this folder begun with the same request? An error if it holds something else."""
-    path = out / "request.json"
-    if not path.exists() or not _has_begun(out):  # what was killed before it began is no claim
+    if not _has_begun(out):  # what was killed before it began is no claim
         return False
     try:
-        before = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"out must be a new folder or one of an earlier call, got {out}, which cannot be told: {error}") from None
+        before = read_json(out / "request.json")
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"out must be a new folder or one of an earlier call, got {out}, of which that cannot be told: {error}; delete it to begin anew"
+        ) from None
     for key, value in request.items():
         if before.get(key) != value:
             raise ValueError(f"out must be a new folder or one prepared with the same {key}, {before.get(key)!r}, got {value!r} for {out}")
@@ -225,10 +261,9 @@ def _has_begun(out: Path) -> bool:
 
 def _clear(out: Path) -> None:
     """Removes what was made so far."""
-    shutil.rmtree(out / "tokenizer")
-    for part in PARTS:
-        (out / f"{part}.bin").unlink()
-        _record(out / f"{part}.bin").unlink(missing_ok=True)
+    for name in ("tokenizer", *(f"{part}.bin" for part in PARTS)):
+        remove(out / name)
+        _record(out / name).unlink(missing_ok=True)
 
 
 def _training_text(text: list[str], valid: list[str] | None, share: float, advance: Callable[[int], object]) -> Iterator[str]:
@@ -257,8 +292,10 @@ def _pack(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype
     """Tokens in rows of `length`: `[CLS]`, then what comes next of the text, documents ended by `[SEP]`. Its counts and hash."""
     first, end = tokenizer.token_to_id(FIRST), tokenizer.token_to_id(END)
     record, row = _record(path), length * np.dtype(dtype).itemsize
-    state = _recorded(record, path.stat().st_size // row if path.exists() else 0)
+    state, digest = _recorded(record, path, row)
     most = None if limit is None else -(-limit // length)
+    if not path.is_file():
+        remove(path)
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(state["rows"] * row)  # what a killed run wrote but did not record
         file.seek(0, os.SEEK_END)
@@ -273,6 +310,7 @@ def _pack(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype
             packed = np.full((rows, length), first, dtype)
             packed[:, 1:] = flat[: rows * (length - 1)].reshape(rows, length - 1)
             file.write(packed.tobytes())
+            digest.update(packed.tobytes())
             file.flush()
             os.fsync(file.fileno())
             state["rows"] += rows
@@ -280,18 +318,27 @@ def _pack(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype
             state["documents"] += chunk.count(None)
             state["rest"] = flat[rows * (length - 1) :].tolist()
             state["complete"] |= not chunk
-            write_json(record, state)
+            state["sha256"] = digest.hexdigest()
+            write_sealed(record, state)
     counts = {"rows": state["rows"], "tokens": state["rows"] * length, "documents": state["documents"]}
-    return counts | {"sha256": _hash(path), "stopped_at_limit": state["left_out"]}
+    return counts | {"sha256": digest.hexdigest(), "stopped_at_limit": state["left_out"]}
 
 
-def _recorded(record: Path, rows: int) -> dict[str, Any]:
-    """Where to go on; at the beginning, where there are fewer rows than were recorded."""
+def _recorded(record: Path, path: Path, row: int) -> tuple[dict[str, Any], Any]:
+    """Where to go on, and the hash so far; at the beginning, where the rows are not those that were recorded."""
     try:
         state = read_json(record, **{name: type(value) for name, value in STATE.items()})
+        with open_regular(path) as file:
+            digest = hashlib.sha256()
+            left = state["rows"] * row
+            while part := file.read(min(left, 1 << 20)):
+                digest.update(part)
+                left -= len(part)
+        if digest.hexdigest() == state["sha256"]:
+            return state, digest
     except (FileNotFoundError, ValueError):
-        return dict(STATE)
-    return state if state["rows"] <= rows else dict(STATE)
+        pass
+    return dict(STATE), hashlib.sha256()
 
 
 def _chunk(stream: Iterator[Line]) -> list[Line]:
@@ -311,21 +358,22 @@ def _flat(chunk: list[Line], tokenizer: Any, rest: list[int], end: int, dtype: s
 
 
 @lru_cache(maxsize=2)
-def _decompressed(path: Path) -> bytes:
+def _decompressed(path: Path, size: int, *unchanged: int) -> bytes:
+    """So many bytes, as long as size and time of the file are the same. An archive that has more is not unpacked further."""
     try:
-        return lzma.decompress(path.read_bytes())
+        with lzma.open(path) as file:
+            content = file.read(size + 1)
     except (lzma.LZMAError, EOFError) as error:
         raise ValueError(f"data must have {path.name} as xz made it, got one that is damaged in {path.parent}: {error}") from None
+    if len(content) != size:
+        found = "more" if len(content) > size else len(content)
+        raise ValueError(f"data must have {path.name} of {size} bytes when unpacked, got {found} in {path.parent}")
+    return content
 
 
 def _record(path: Path) -> Path:
     """How far the packing of an array has come; deleted when all is done."""
     return path.with_suffix(".json.part")
-
-
-def _hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

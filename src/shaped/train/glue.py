@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 import shaped.hf
 from shaped.checks import in_range, positive, whole_number
-from shaped.files import write_json
-from shaped.train.folder import run_folder
+from shaped.files import read_json, read_text, write_sealed
+from shaped.train.folder import HISTORY, check_files, run_folder
 from shaped.train.losses import ClassifierLoss
 from shaped.train.pretrain import Diverged, Steppers, shared
 from shaped.train.results import Result, commit
@@ -54,7 +54,7 @@ class GlueSettings:
     """The paper's protocol; `warmup` is a share of the steps."""
 
     task: str = option(MISSING, "Task.", choices=tuple(TASKS))
-    epochs: int = option(5, "Epochs.", least=1)
+    epochs: int = option(5, "Epochs.", least=1, most=1000)
     lr: float = option(5e-4, "Learning rate.", low=0.0)
     batch: int = option(16, "Examples of a step.", least=1)
     warmup: float = option(0.0, "Share of the steps in which the learning rate grows.", low=0.0)
@@ -80,11 +80,12 @@ class GlueSettings:
 def read_tsv(task: Task, path: Path) -> list[Example]:
     """The examples of a GLUE file: text, second text or None, label."""
     try:
-        rows = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")[task.header :]  # sentences may have other line ends in them
+        text = read_text(path).removeprefix("\ufeff")
     except FileNotFoundError:
         raise ValueError(f"data must have {task.folder}/{path.name}, got none at {path}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data must be UTF-8, got byte 0x{error.object[error.start]:02x} at {error.start} of {path}") from None
+    except ValueError as error:
+        raise ValueError(f"data must have {task.folder}/{path.name} as GLUE has it, got something else: {error}") from None
+    rows = text.rstrip("\n").split("\n")[task.header :]  # sentences may have other line ends in them
     examples = []
     for number, row in enumerate(rows, 1 + task.header):
         if not row.strip():
@@ -134,6 +135,8 @@ def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = p
     `steppers` are shared by runs and tasks of the same shapes in one process: nothing is then compiled again.
     """
     result = Result.read(run_folder(run) / "result.json")
+    check_files(run, lambda name: name not in HISTORY)
+    check_config(run, result)
     with reading(run):
         tokenizer: Any = AutoTokenizer.from_pretrained(run)
         length = shaped.hf.ShapedConfig.from_pretrained(run).max_position_embeddings
@@ -158,8 +161,16 @@ def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = p
     summary |= {"precision": "bf16" if how.half else "float32", "stream": str(how.stream).removeprefix("torch.")}
     summary |= {"epochs": settings.epochs, "lr": settings.lr, "batch": settings.batch, "warmup": settings.warmup, "length": length}
     summary |= {"examples": {part: len(parts[part]) for part in parts}, "run": result.command, "commit": commit()}
-    write_json(run / f"glue-{settings.task}.json", summary)
+    write_sealed(run / f"glue-{settings.task}.json", summary)
     return summary
+
+
+def check_config(run: Path, result: Result) -> None:
+    """Is config.json of the model that the result is of? Before anything is built: what it says may be of any size."""
+    about = read_json(run / "config.json", num_hidden_layers=int, hidden_size=int, vocab_size=int, max_position_embeddings=int)
+    for name, value in (("num_hidden_layers", result.depth), ("hidden_size", result.width)):
+        if about[name] != value:
+            raise ValueError(f"run must have a model of {name} {value}, as its result says, got {about[name]} in {run / 'config.json'}")
 
 
 @contextmanager

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shaped.files import entries, write_atomically
+from shaped.files import entries, parse_json, read_text, write_atomically
+
+LINES: dict[str, dict[str, Any]] = {"train": {"loss": float, "count": int}, "test": {"loss": float}, "layers": {"entropy": list}}
+"""The kinds of lines, and what the tables and figures read of each."""
 
 
 class Metrics:
-    """Appends to a run's metrics. What a killed run wrote after the step that is resumed from is dropped: those steps come again."""
+    """Appends to a run's metrics. What a killed run wrote after the step that is resumed from is dropped: those steps come again.
 
-    def __init__(self, folder: Path, step: int, tensorboard: bool, say: Callable[[str], None]):
+    `expected` is how many lines there were when the checkpoint of that step was written.
+    """
+
+    def __init__(self, folder: Path, step: int, tensorboard: bool, say: Callable[[str], None], expected: int = 0):
         self.path = folder / "metrics.jsonl"
         lines, wrong = _lines(self.path)
-        if wrong:
-            say(f"{self.path} has {wrong} {'line' if wrong == 1 else 'lines'} that cannot be read: left out")
         kept = [line for line in lines if line["step"] <= step]
-        write_atomically(self.path, lambda file: file.write("".join(json.dumps(line) + "\n" for line in kept).encode()))
+        if wrong:
+            say(f"{self.path} has {len(wrong)} {'line' if len(wrong) == 1 else 'lines'} that cannot be read: left out")
+        elif len(kept) < expected:
+            say(f"{self.path} has {len(kept)} of the {expected} lines that were written up to step {step}: the others are lost")
+        self.count = len(kept)
+        write_atomically(self.path, lambda file: file.write("".join(_sealed(line) for line in kept).encode()))
         self._writer = _writer(folder / "tensorboard", step, say) if tensorboard else None
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "kind": kind} | _plain(values)) + "\n")
+            file.write(_sealed({"step": step, "kind": kind} | _plain(values)))
+        self.count += 1
         if self._writer is not None:
             for name, value in values.items():
                 for layer, number in enumerate(value, 1) if isinstance(value, list) else ((None, value),):
@@ -38,19 +49,53 @@ class Metrics:
 
 
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, of one kind if it is given; without those that were cut off or are none."""
-    return [line for line in _lines(path)[0] if kind in (None, line["kind"])]
+    """The lines of a run's metrics, of one kind if it is given; a ValueError if one of them is none."""
+    lines, wrong = _lines(path)
+    for number, why in wrong.items():
+        raise ValueError(f"{path} must have a measurement in each line, got line {number}: {why}")
+    return [line for line in lines if kind in (None, line["kind"])]
 
 
-def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines that are some, and how many are none."""
-    lines, wrong = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+def _lines(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The lines that are some, and what is wrong with the others, by their numbers."""
+    try:
+        content = read_text(path, errors="replace")
+    except FileNotFoundError:
+        return [], {}
+    lines, wrong = [], {}
+    for number, text in enumerate(content.removesuffix("\n").split("\n") if content else (), 1):
         try:
-            lines.append(entries("line", json.loads(line), step=int, kind=str))
-        except (ValueError, RecursionError):
-            wrong += 1
+            lines.append(_line(text))
+        except ValueError as error:
+            wrong[number] = str(error)
     return lines, wrong
+
+
+def _line(text: str) -> dict[str, Any]:
+    """One line, whose checksum is no part of it. Lines from before there were checksums are read as they are."""
+    line = entries("it", parse_json("it", text), step=int, kind=str)
+    if CHECKSUM in line and line.pop(CHECKSUM) != _checksum(line):
+        raise ValueError("its checksum is another")
+    if line["kind"] not in LINES or line["step"] < 0:
+        raise ValueError(f"it must have a step and one of the kinds {', '.join(LINES)}, got {line['step']} and {line['kind']!r:.20}")
+    entries("it", line, **LINES[line["kind"]])
+    for name, value in line.items():
+        if isinstance(value, list) and not all(isinstance(entry, int | float | None) and not isinstance(entry, bool) for entry in value):
+            raise ValueError(f"it must have numbers in {name}, got {value!r:.60}")
+    if line.get("count", 1) < 1:
+        raise ValueError(f"it must have a count of at least 1, got {line['count']}")
+    return line
+
+
+CHECKSUM = "crc32"
+
+
+def _checksum(line: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(line).encode()):08x}"
+
+
+def _sealed(line: dict[str, Any]) -> str:
+    return json.dumps(line | {CHECKSUM: _checksum(line)}) + "\n"
 
 
 def _plain(value: Any) -> Any:

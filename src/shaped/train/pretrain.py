@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -18,13 +18,14 @@ import torch.distributed as dist
 import transformers
 
 import shaped.hf
-from shaped.files import write_atomically, write_json
+from shaped.files import sha256, write_sealed
 from shaped.train import checkpoint, data, diagnostics
 from shaped.train.batches import Batches
-from shaped.train.folder import claim, computed
+from shaped.train.folder import HISTORY, check_files, claim, computed, refuse_other, write_settings
 from shaped.train.lock import alone
 from shaped.train.losses import MaskedLoss
 from shaped.train.metrics import Metrics, read
+from shaped.train.processes import is_first, processes
 from shaped.train.results import Result, command_line, commit
 from shaped.train.settings import Settings
 from shaped.train.stepper import How, Plan, Say, Stepper
@@ -53,6 +54,7 @@ def pretrain(settings: Settings, *, say: Say = print, progress: bool = False, st
         if is_first():
             claim(settings)
         if done.exists():
+            check_files(settings.out)
             return Result.read(done)
         with processes(settings.device) as (rank, world):
             say = say if rank == 0 else (lambda _: None)
@@ -60,30 +62,8 @@ def pretrain(settings: Settings, *, say: Say = print, progress: bool = False, st
                 return Run(settings, rank, world, say, progress and rank == 0, {} if steppers is None else steppers).finish()
             except Diverged as error:
                 if rank == 0:
-                    write_json(settings.out / "diverged.json", {"why": str(error), "settings": computed(settings)})
+                    write_sealed(settings.out / "diverged.json", {"why": str(error), "settings": computed(settings)})
                 raise
-
-
-def is_first() -> bool:
-    """Is this the process that speaks and writes?"""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-@contextmanager
-def processes(device: str) -> Iterator[tuple[int, int]]:
-    """This process's number and how many there are, as `torchrun` says; joined for the duration."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        yield 0, 1
-        return
-    gpu = device != "cpu" and torch.cuda.is_available()
-    if gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if gpu else "gloo")
-    try:
-        yield dist.get_rank(), world
-    finally:
-        dist.destroy_process_group()
 
 
 def build(settings: Settings, vocab: int, length: int) -> shaped.hf.ShapedForMaskedLM:
@@ -133,6 +113,7 @@ class Run:
         self.settings, self.rank, self.say, self.progress = settings, rank, say, progress
         self.out, self.began = settings.out, time.monotonic()
         self.data = data.load(settings.data)
+        self.data.verify(tokenizer=settings.save_model)
         self.hashes = {part: self.data.facts[part]["sha256"] for part in ("train", "valid")}
         self.how = How.of(settings, world)
         where: dict[str, Any] = {
@@ -146,8 +127,6 @@ class Run:
         if len(self.data.rows("valid")) < settings.batch:
             raise ValueError(f"batch must be at most the rows of the test text, {len(self.data.rows('valid'))}, got {settings.batch}")
         self.test = Batches.of(self.data, "valid", seed=0, **where)  # the same order and masks for every run
-        if rank == 0:
-            write_atomically(settings.out / "settings.toml", lambda file: file.write(settings.to_toml().encode()))
         self.model = build(settings, self.data.vocab, self.data.length)
         self.plan = Plan(
             settings.learning_rate,
@@ -164,26 +143,30 @@ class Run:
         self.stepper = shared(steppers, self.model, MaskedLoss, self.how, sizes, say)
         self._before = 0.0  # seconds until the checkpoint that the run goes on from
         self._losses: list[float] = []  # those that the next line of metrics is the mean of
-        self.step = self._resume()
-        self.metrics = Metrics(self.out, self.step, settings.tensorboard, say) if rank == 0 else None
+        self.step, written = self._resume()
+        if rank == 0:  # now that they are known to be those of what is here
+            write_settings(settings)
+        self.metrics = Metrics(self.out, self.step, settings.tensorboard, say, written) if rank == 0 else None
 
-    def _resume(self) -> int:
-        found = checkpoint.latest(self.out / "checkpoints", self.say, layout=dict, data=dict, losses=list)
+    def _resume(self) -> tuple[int, int]:
+        """The step that the run goes on from, and how many lines its metrics had by then."""
+        found = checkpoint.latest(self.out / "checkpoints", self.say, layout=dict, data=dict, losses=list, settings=str)
         if found is None:
-            return 0
+            return 0, 0
         state, about = found
-        if about["layout"] != self.stepper.layout():
-            raise ValueError(f"checkpoints must be of this model, got other shapes in {self.out}")
+        refuse_other(Settings.of(tomllib.loads(about["settings"])), self.settings)  # settings.toml may have been lost or damaged
+        if about["layout"] != self.stepper.layout() or not self.stepper.fits(state):
+            raise ValueError(f"checkpoints must be of this model, got other names or shapes in {self.out}")
         if about["data"] != self.hashes:
             raise ValueError(f"data must be what the run in {self.out} was trained on so far, got other text in {self.settings.data}")
         if about["step"] > self.settings.steps or not all(isinstance(loss, int | float) for loss in about["losses"]):
             raise ValueError(f"checkpoints must be of a run of {self.settings.steps} steps, with its losses, got other ones in {self.out}")
         self.stepper.load(state, about["step"])
         self._losses = about["losses"]
-        spent = about.get("seconds")  # which older checkpoints do not have
+        spent, written = about.get("seconds"), about.get("metrics")  # which older checkpoints do not have
         self._before = spent if isinstance(spent, float) else 0.0
         self.say(f"going on from step {about['step']} of {self.settings.steps}")
-        return about["step"]
+        return about["step"], written if isinstance(written, int) else 0
 
     def finish(self) -> Result:
         settings = self.settings
@@ -283,7 +266,7 @@ class Run:
     def save(self) -> None:
         if self.rank == 0 and self.settings.keep:
             about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml(), "data": self.hashes, "losses": self._losses}
-            about["seconds"] = self._seconds()
+            about |= {"seconds": self._seconds(), "metrics": 0 if self.metrics is None else self.metrics.count}
             checkpoint.save(self.out / "checkpoints", self.step, self.stepper.state(), about, self.settings.keep)
         if dist.is_initialized():
             dist.barrier()
@@ -335,14 +318,17 @@ class Run:
             seconds=self._seconds(),
         )
         if self.rank == 0:
+            written = list(HISTORY)
             if self.settings.save_model:
                 transformers.utils.logging.disable_progress_bar()
                 values = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}  # no longer views
                 with checkpoint.tensors_in(self.out):
                     self.model.save_pretrained(self.out, state_dict=values)
                 shutil.copytree(self.data.folder / "tokenizer", self.out, dirs_exist_ok=True)
+                written += [path.name for path in (*self.out.glob("*.safetensors*"), *(self.data.folder / "tokenizer").iterdir())]
+                written.append("config.json")
             (self.out / "diverged.json").unlink(missing_ok=True)  # at another time
-            write_json(self.out / "result.json", result.to_dict())
+            write_sealed(self.out / "result.json", result.to_dict() | {"files": {name: sha256(self.out / name) for name in written}})
         if dist.is_initialized():
             dist.barrier()
         return result

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shaped.files import entries, read_json
-from shaped.train.settings import Settings
+from shaped.train.settings import PRESETS, Settings
+
+MAIN = ("model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed")  # settings that a result says beside the others
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,47 @@ class Result:
             raise ValueError(f"it has {', '.join(other)}, which no result has")
         later = {about.name for about in fields(cls) if about.default is not MISSING or about.default_factory is not MISSING}
         entries("it", row, **{name: kind for name, kind in kinds.items() if name in row or name not in later})
+        for name in MAIN:
+            if row.get("settings", {}).get(name, row[name]) != row[name]:
+                raise ValueError(f"it has two values of {name}, {row[name]} and {row['settings'][name]}")
+        check_settings(row.get("settings", {}) | {name: row[name] for name in MAIN})
         return cls(**row)
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        try:
-            return cls.of(read_json(path))
-        except ValueError as error:
-            raise ValueError(f"{path} must be the result of a run of `shaped pretrain`, got something else: {error}") from None
+        return read_result(path)[0]
 
     @property
     def name(self) -> str:
         return kind_of(self.model, self.schedule)
+
+
+def read_result(path: Path) -> tuple[Result, dict[str, str]]:
+    """A result.json: the result, and the hashes of the files that the run wrote before it; older ones have none."""
+    try:
+        row = read_json(path)
+        files = row.pop("files", {})
+        entries("files", files, **dict.fromkeys(files, str) if isinstance(files, dict) else {})
+        return Result.of(row), files
+    except ValueError as error:
+        raise ValueError(f"{path} must be the result of a run of `shaped pretrain`, got something else: {error}") from None
+
+
+def check_settings(given: dict[str, Any]) -> None:
+    """Could a run have had these? The paper's stand for those that a run from before they existed does not say."""
+    Settings.of({"data": "-", "out": "-"} | PRESETS["paper"] | given)
+
+
+def check_scores(name: str, scores: Any) -> dict[str, Any]:
+    """What `shaped glue` says of a task; a ValueError of one line if it is something else."""
+    entries(name, scores, task=str, score=str, seeds=list)
+    entries(name, scores, **{scores["score"]: dict})
+    measured = entries(f"{scores['score']} of {name}", scores[scores["score"]], mean=float)
+    if measured.get("std") is not None:
+        entries(f"{scores['score']} of {name}", measured, std=float)
+    if not scores["seeds"]:
+        raise ValueError(f"{name} must have seeds, got none")
+    return scores
 
 
 def kind_of(model: str, schedule: str) -> str:

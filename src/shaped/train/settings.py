@@ -11,31 +11,51 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shaped.checks import finite, in_range, positive, whole_number
+from shaped.files import read_text
+
+FLOAT32 = float(torch.finfo(torch.float32).max)
+WIDEST, DEEPEST = 1 << 20, 4096  # with more, tensors have more entries than memory has addresses, and a model takes hours to build
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] = (), least: int | None = None, low: float | None = None) -> Any:
-    """A field with its explanation and what it may be: one of `choices`, a whole number from `least` on, a number from `low` on."""
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "low": low})
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: int | None = None,
+    most: int = (1 << 63) - 1,  # more fits into no tensor
+    low: float | None = None,
+) -> Any:
+    """A field with its explanation and what it may be: one of `choices`, a whole number in [least, most], a number from `low` on."""
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most, "low": low})
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0}
+}
+"""Settings by one name. They stand before the defaults and behind every setting that is given."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A pre-training run. The defaults are the paper's, where the paper says them."""
+    """A pre-training run. The defaults are the recipe that trained best so far; the preset "paper" has the paper's."""
 
     data: Path = option(MISSING, "Folder made by `shaped data prepare`.")
     out: Path = option(MISSING, "Folder of the run; if it holds one that was interrupted, that goes on.")
 
     model: str = option("shaped", "Blocks.", choices=("shaped", "preln", "postln", "vanilla"))
     schedule: str = option("recover", "What becomes of the shaping.", choices=("fixed", "learn", "recover"))
-    recover_steps: int = option(4000, "Recover: steps in which the shaping goes to 0.", least=1)
-    depth: int = option(18, "Blocks d.", least=1)
-    width: int = option(768, "Width n.", least=1)
-    heads: int = option(8, "Attention heads; they must divide the width.", least=1)
-    hidden: int | None = option(None, "Width inside the feed-forward layers; 4 times the width by default.", least=1)
+    recover_steps: int = option(1000, "Recover: steps in which the shaping goes to 0.", least=1)
+    depth: int = option(18, "Blocks d.", least=1, most=DEEPEST)
+    width: int = option(768, "Width n.", least=1, most=WIDEST)
+    heads: int = option(8, "Attention heads; they must divide the width.", least=1, most=WIDEST)
+    hidden: int | None = option(None, "Width inside the feed-forward layers; 4 times the width by default.", least=1, most=4 * WIDEST)
     gamma: float = option(0.1, "Where the gains of the residual branches start.", low=0.0)
     gamma_feedforward: float | None = option(None, "Where those of the feed-forward branches start, if not at gamma.", low=0.0)
-    tau0: float = option(1.0, "Temperature, times sqrt(n n_k): width^-1/2 is the usual one, less is sharper at the start.", low=1e-6)
+    tau0: float = option(0.01, "Temperature, times sqrt(n n_k): width^-1/2 is the usual one, less is sharper at the start.", low=1e-6)
     c_minus: float = option(-1.0, "Shaped ReLU: the negative slope starts at 1 + c_minus/sqrt(n).")
     train_gains: bool = option(True, "Train lambda and gamma.")
     embedding_norm: bool = option(False, "LayerNorm on the embedding.")
@@ -43,15 +63,15 @@ class Settings:
     head_std: float | None = option(None, "Start of the output matrix; width^-1/2 by default.", low=0.0)
     tied: bool = option(False, "The output matrix is the tokens' embedding, times a constant by which it starts at head_std.")
 
-    steps: int = option(100_000, "Steps.", least=1)
+    steps: int = option(20_000, "Steps.", least=1)
     batch: int = option(32, "Rows of a step, over all processes.", least=1)
     mask_share: float = option(0.15, "Share of the tokens that are masked; the same number in every row, at least one.", low=0.0)
     lr: float = option(5e-4, "Learning rate, reached after the warm-up.", low=0.0)
-    warmup: int = option(4000, "Steps in which the learning rate grows linearly.", least=0)
-    decay: str = option("none", "After the warm-up: constant, or linearly to 0 at the last step.", choices=("none", "linear"))
+    warmup: int = option(1000, "Steps in which the learning rate grows linearly.", least=0)
+    decay: str = option("linear", "After the warm-up: constant, or linearly to 0 at the last step.", choices=("none", "linear"))
     gain_lr: float = option(1.0, "Learning rate of the residual branches' lambda and gamma, times lr.", low=0.0)
     shaping_lr: float = option(1.0, "Learn: learning rate of gamma1, gamma2 and the negative slopes, times lr.", low=0.0)
-    embedding_lr: float = option(1.0, "Learning rate of the embedding tables, times lr.", low=0.0)
+    embedding_lr: float = option(10.0, "Learning rate of the embedding tables, times lr.", low=0.0)
     head_lr: float = option(1.0, "Learning rate of the output matrix, times lr; a tied one has the embedding's.", low=0.0)
     clip: float = option(0.0, "Largest norm of the gradient; 0 for no clipping.", low=0.0)
     seed: int = option(0, "Seed of the weights, the order of the rows and the masks.", least=0)
@@ -109,10 +129,20 @@ class Settings:
 
     @classmethod
     def from_toml(cls, path: Path, **overrides: Any) -> Settings:
-        return cls.of(read_toml(path) | overrides)
+        """The file's settings; `overrides`, among them a preset for what neither says, prevail."""
+        given = read_toml(path) | overrides
+        preset = overrides.get("preset")
+        if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # as where a run has left all its settings
+            raise ValueError(f"preset must have a setting that {path} does not have, got {preset!r}: delete those that it is for")
+        try:
+            return cls.of(given)
+        except ValueError as error:
+            raise ValueError(f"{error} (in the settings of {path})") from None
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Settings:
+        """From settings by name, among which may be a preset."""
+        given = _without_preset(given)
         known = {about.name: about for about in fields(cls)}
         for name in given:
             if name not in known:
@@ -121,6 +151,17 @@ class Settings:
             if about.default is MISSING and given.get(name) is None:
                 raise ValueError(f"{name} must be given: {about.metadata['help']}")
         return cls(**given)
+
+
+def _without_preset(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings that are given, and those of the preset that are not."""
+    if "preset" not in given:
+        return given
+    others = {name: value for name, value in given.items() if name != "preset"}
+    preset = given["preset"]
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    return PRESETS[preset] | others
 
 
 def _in_toml(value: Any) -> str:
@@ -135,10 +176,10 @@ def _in_toml(value: Any) -> str:
 
 def read_toml(path: Path, name: str = "config") -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        return tomllib.loads(read_text(path))
+    except FileNotFoundError as error:
         raise ValueError(f"{name} must be a TOML file, got {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # what is no TOML, or no text
+    except (ValueError, RecursionError) as error:  # what is no TOML, no text or no file
         raise ValueError(f"{name} must be a TOML file, got {path}: {error}") from None
 
 
@@ -165,11 +206,13 @@ def _check(about: Field[Any], value: Any, kind: Any) -> None:
     if kind is bool and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
     if kind is int:
-        whole_number(name, value, least=rules["least"], most=(1 << 63) - 1)  # more fits into no tensor
+        whole_number(name, value, least=rules["least"], most=rules["most"])
     if kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if kind is float:
         number = finite(name, value) if rules["low"] != 1e-6 else positive(name, value)
+        if abs(number) > FLOAT32:  # training would make an infinity of it
+            raise ValueError(f"{name} must be finite in float32, got {value}")
         if rules["low"] is not None and number < rules["low"]:
             raise ValueError(f"{name} must be at least {rules['low']:g}, got {value}")
     if kind in (str, Path) and not isinstance(value, str | Path):

@@ -174,6 +174,14 @@ class Stepper:
     def layout(self) -> dict[str, Any]:
         return {vector.kind: {name: list(shape) for name, shape in vector.shapes.items()} for vector in self.vectors}
 
+    def fits(self, state: dict[str, Tensor]) -> bool:
+        """Has it the names, shapes and types of this stepper's state? `load` would fit other shapes in by broadcasting."""
+
+        def about(tensors: dict[str, Tensor]) -> dict[str, Any]:
+            return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+        return about(state) == about(self.state())
+
     def load(self, state: dict[str, Tensor], step: int) -> None:
         with torch.no_grad():
             for name, tensor in self.state().items():

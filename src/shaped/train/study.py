@@ -16,6 +16,7 @@ diverged is not tried again with the same settings; one that failed for another 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -32,6 +33,9 @@ from shaped.train.lock import Busy
 from shaped.train.pretrain import Diverged, Steppers, Stopped, pretrain
 from shaped.train.settings import Settings, read_toml
 from shaped.train.stepper import Say
+
+MOST_RUNS = 10_000
+OWN = ("study.json", "study.jsonl")  # what a study writes into the folder of its runs
 
 
 def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | None, Path]:
@@ -61,12 +65,14 @@ def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | Non
         for key, values in lists.items():
             if not values:
                 raise ValueError(f"{key} must be a value or a list of at least one, got [] for {name} in {path}")
+        if math.prod(map(len, lists.values())) + len(runs) > MOST_RUNS:
+            raise ValueError(f"a study must have at most {MOST_RUNS} runs, got {math.prod(map(len, lists.values()))} of {name} in {path}")
         for values in product(*lists.values()):
             chosen = dict(zip(lists, values, strict=True))
             parts = [f"{key}{value:g}" if isinstance(value, float) else f"{key}{value}" for key, value in chosen.items()]
             label = "-".join([str(name), *parts])
-            if label in ("", ".", "..") or any(sign in label for sign in "/\\\0"):
-                raise ValueError(f"names of runs must be names of folders, got {label!r} in {path}")
+            if label in ("", ".", "..", *OWN) or any(sign in label for sign in "/\\\0"):
+                raise ValueError(f"names of runs must be names of folders, not {' or '.join(OWN)}, got {label!r} in {path}")
             if label in runs:
                 raise ValueError(f"names of runs must differ, got {label} twice in {path}")
             runs[label] = Settings.of(given | chosen | {"out": out / label})
@@ -85,6 +91,7 @@ def study(path: Path, *, only: Sequence[str] = (), say: Say = print, progress: b
             raise ValueError(f"only must be among {', '.join(runs)}, got {name}")
     began, steppers = time.monotonic(), Steppers()
     failed: dict[str, str] = {}
+    busy: set[str] = set()
     for name, settings in runs.items():
         if only and name not in only:
             continue
@@ -102,6 +109,7 @@ def study(path: Path, *, only: Sequence[str] = (), say: Say = print, progress: b
             say(f"{name}: train {result.train_loss:.4f}, test {result.test_loss:.4f} ({result.steps} steps, {took:.0f} s)")
         except (Diverged, Busy) as error:
             say(f"{name}: {error}")
+            busy |= {name} if isinstance(error, Busy) else set()
         except Stopped as error:
             say(f"{name}: {error}")
             break
@@ -112,23 +120,30 @@ def study(path: Path, *, only: Sequence[str] = (), say: Say = print, progress: b
             steppers.clear()
             gc.collect()
             torch.cuda.empty_cache()
-        report(runs, failed, out)
-    return report(runs, failed, out)
+        report(runs, failed, busy, out)
+    summary = report(runs, failed, busy, out)
+    for name, why in summary["failed"].items():
+        if name not in failed:
+            say(f"{name}: {why}")
+    return summary
 
 
-def report(runs: dict[str, Settings], failed: dict[str, str], out: Path) -> dict[str, Any]:
-    return collect([left_of(name, settings) for name, settings in runs.items()], out / "study.json", failed=failed)
+def report(runs: dict[str, Settings], failed: dict[str, str], busy: set[str], out: Path) -> dict[str, Any]:
+    """Writes what is left of all runs. A folder that cannot be read is a failure, unless another process is at work in it."""
+    unreadable: dict[str, str] = {}
+    left = [left_of(name, settings, unreadable) for name, settings in runs.items()]
+    every = {name: why for name, why in unreadable.items() if name not in busy} | failed
+    return collect(left, out / "study.json", failed={name: every[name] for name in runs if name in every})
 
 
-def left_of(name: str, settings: Settings) -> Trained:
-    """What is left of a run; its plan alone, if its folder cannot be read, which was said when it was its turn, or is that of a run which
-    diverged with other settings."""
+def left_of(name: str, settings: Settings, unreadable: dict[str, str]) -> Trained:
+    """What is left of a run; its plan alone, if its folder cannot be read or is that of a run which diverged with other settings."""
     try:
         found = from_folder(settings.out, settings)
         if bool(found.why) == bool(why_diverged(settings)):
             return found
-    except (KeyError, TypeError, ValueError):
-        pass
+    except ValueError as error:
+        unreadable[name] = in_a_line(error)
     return Trained(name, {key: value for key, value in asdict(settings).items() if key not in PLACES})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from shaped.train.collection import Trained
 from shaped.train.results import Result
-from shaped.train.settings import Settings
+from shaped.train.settings import PRESETS, Settings
 
 PAPER_TABLE1 = {  # test loss at 100K steps, best gamma: mean and standard deviation
     ("recover", 18): (2.03, 0.01),
@@ -51,7 +51,8 @@ CHOSEN = (
 """What is tried to find the best, beside the learning rate. The rest of the settings (logs, devices, checkpoints) changes no result beyond
 rounding."""
 LOSSES = ("train_loss", "test_loss")
-DEFAULTS: dict[str, Any] = {about.name: about.default for about in fields(Settings)}
+DEFAULTS: dict[str, Any] = {about.name: about.default for about in fields(Settings)} | PRESETS["paper"]
+"""Of runs that do not say all their settings: they are from when the paper's were the defaults."""
 
 
 def table1(results: Iterable[Result]) -> list[dict[str, Any]]:
@@ -142,7 +143,7 @@ def _task(settings: dict[str, Any]) -> dict[str, Any]:
 def _recipe(settings: dict[str, Any]) -> dict[str, Any]:
     """What was chosen for a model, but its learning rate: what it makes use of, as it takes it.
 
-    A run from before a setting existed had what is its default now.
+    A run from before a setting existed had what is its default now, or the paper's.
     """
     given, of_shaped = DEFAULTS | settings, settings["model"] == "shaped"
     if given["gamma_feedforward"] is None:

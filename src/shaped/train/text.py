@@ -17,6 +17,12 @@ Line = str | None
 LONGEST = 1 << 16
 """Bytes of a paragraph, about: longer ones come in pieces, so that memory does not grow with a line."""
 
+UNPACKED, RATIO = 1 << 24, 200
+"""An archive that unpacks to more bytes than this, and to more than this many times its own, is refused: text is never packed so small."""
+
+PORTION = 1 << 10
+"""Bytes of a .zst that are unpacked at a time. Each may become 32 KiB."""
+
 FILES = (".txt", ".gz", ".zst", ".text", ".md", ".tsv", ".csv", ".json", ".jsonl")
 
 
@@ -25,7 +31,7 @@ def is_file(source: str) -> bool:
     if Path(source).is_file():
         return True
     if Path(source).exists():
-        raise ValueError(f"text must be a file or the name of a Hugging Face dataset, got the folder {source!r}")
+        raise ValueError(f"text must be a file or the name of a Hugging Face dataset, got {source!r}, which is neither")
     if source.endswith(FILES) or source.startswith(("/", ".")):
         raise ValueError(f"text must be a file that exists, or the name of a Hugging Face dataset, got {source!r}")
     return False
@@ -60,9 +66,11 @@ def _file_lines(source: str, advance: Callable[[int], object]) -> Iterator[str]:
     with ExitStack() as stack:
         raw = stack.enter_context(open(source, "rb"))
         stream = io.BufferedReader(stack.enter_context(_decompressed(raw, source)))
-        reported, counted = 0, _Counted(stream)
+        reported, counted, most = 0, _Counted(stream), max(UNPACKED, RATIO * Path(source).stat().st_size)
         try:
             for piece in _pieces(counted):
+                if counted.size > most:
+                    raise ValueError(f"text must unpack to at most {RATIO} times its size, got more from {source}: unpack it first")
                 yield piece
                 if raw.tell() - reported >= 1 << 20:
                     advance(raw.tell() - reported)
@@ -81,14 +89,15 @@ def _file_lines(source: str, advance: Callable[[int], object]) -> Iterator[str]:
 
 
 class _Counted:
-    """Lines of a stream, or their parts of at most LONGEST bytes; and the number of the line that the last one is of."""
+    """Lines of a stream, or their parts of at most LONGEST bytes; the number of the line that the last one is of, and all their bytes."""
 
     def __init__(self, stream: IO[bytes]):
-        self._stream, self.number, self._ended = stream, 0, True
+        self._stream, self.number, self.size, self._ended = stream, 0, 0, True
 
     def __iter__(self) -> Iterator[bytes]:
         while part := self._stream.readline(LONGEST):
             self.number += self._ended
+            self.size += len(part)
             self._ended = part.endswith(b"\n")
             yield part
 
@@ -143,7 +152,7 @@ class _Zst(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._left:
-            data = self._raw.read(1 << 18)
+            data = self._raw.read(PORTION)
             if not data:
                 if self._frame is not None:
                     raise EOFError("it ends inside a frame")

@@ -8,58 +8,82 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shaped.files import read_text, remove, sha256
+
 PAD, UNKNOWN, FIRST, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """`[CLS]` begins a row, `[SEP]` ends a document; they are the first entries of every vocabulary, in this order."""
 
 
-def tokenizer_in(out: Path, text: Callable[[], Iterator[str]], vocab: int, length: int, cased: bool) -> Any:
-    """A WordPiece tokenizer in the Hugging Face format, trained on the text unless the folder has it already."""
+def load_tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(read_text(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ValueError(f"{folder} must be a tokenizer, got what cannot be read: {error}") from None
+
+
+def hashes_of(folder: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in sorted(folder.iterdir())}
+
+
+def fault_of(folder: Path, hashes: dict[str, str], vocab: int) -> str:
+    """What is wrong with the tokenizer in a folder, by the hashes of its files; where there are none, by the size of its vocabulary."""
+    try:
+        found = hashes_of(folder)
+        other = [name for name, written in hashes.items() if found.get(name) != written]
+        if other:
+            return f"another {other[0]} than was written"
+        size = load_tokenizer(folder).get_vocab_size()
+        return f"one of {size} entries, not of {vocab}" if size != vocab else ""
+    except FileNotFoundError:
+        return "none"
+    except (OSError, ValueError) as error:
+        return f"one that cannot be read: {error}"
+
+
+def make_tokenizer(folder: Path, text: Callable[[], Iterator[str]], vocab: int, length: int, cased: bool) -> None:
+    """Trains a WordPiece tokenizer on the text and writes it in the Hugging Face format, in place of what is there."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    folder = out / "tokenizer"
-    if not folder.exists():
+    def cutting(model: Any) -> Any:
+        made: Any = Tokenizer(model)
+        made.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        made.decoder = decoders.WordPiece()
+        return made
 
-        def cutting(model: Any) -> Any:
-            made: Any = Tokenizer(model)
-            made.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
-            made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-            made.decoder = decoders.WordPiece()
-            return made
+    def entries(size: int, first: list[str]) -> dict[str, int]:
+        """A vocabulary of so many entries, these before all others."""
+        made = cutting(models.WordPiece(unk_token=UNKNOWN))
+        made.train_from_iterator(text(), trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False))
+        return made.get_vocab()
 
-        def entries(size: int, first: list[str]) -> dict[str, int]:
-            """A vocabulary of so many entries, these before all others."""
-            made = cutting(models.WordPiece(unk_token=UNKNOWN))
-            made.train_from_iterator(text(), trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False))
-            return made.get_vocab()
-
-        # The trainer numbers characters inside of words as it meets them in a table that is ordered anew in every process, and between
-        # equally frequent pairs the numbers decide. So they are looked for first, and given in order.
-        characters = entries(len(SPECIAL), list(SPECIAL))
-        if len(characters) == len(SPECIAL):
-            raise ValueError("text must have words to make a vocabulary from, got none")
-        if len(characters) > vocab:
-            raise ValueError(f"vocab must have room for the text's characters, at least {len(characters)}, got {vocab}")
-        inside = sorted(entry for entry in characters if entry.startswith("##"))
-        tokenizer = cutting(models.WordPiece(vocab=entries(vocab, [*SPECIAL, *inside]), unk_token=UNKNOWN))
-        tokenizer.add_special_tokens(list(SPECIAL))
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{FIRST} $A {END}", pair=f"{FIRST} $A {END} $B:1 {END}:1", special_tokens=[(FIRST, 2), (END, 3)]
-        )
-        wrapped = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token=PAD,
-            unk_token=UNKNOWN,
-            cls_token=FIRST,
-            sep_token=END,
-            mask_token=MASK,
-            model_max_length=length,
-        )
-        unfinished = out / ".tokenizer"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        wrapped.save_pretrained(unfinished)
-        os.replace(unfinished, folder)
-    try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ValueError(f"out must have a whole tokenizer or none, got {folder}: {error}; delete {out} to begin anew") from None
+    # The trainer numbers characters inside of words as it meets them in a table that is ordered anew in every process, and between
+    # equally frequent pairs the numbers decide. So they are looked for first, and given in order.
+    characters = entries(len(SPECIAL), list(SPECIAL))
+    if len(characters) == len(SPECIAL):
+        raise ValueError("text must have words to make a vocabulary from, got none")
+    if len(characters) > vocab:
+        raise ValueError(f"vocab must have room for the text's characters, at least {len(characters)}, got {vocab}")
+    inside = sorted(entry for entry in characters if entry.startswith("##"))
+    tokenizer = cutting(models.WordPiece(vocab=entries(vocab, [*SPECIAL, *inside]), unk_token=UNKNOWN))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{FIRST} $A {END}", pair=f"{FIRST} $A {END} $B:1 {END}:1", special_tokens=[(FIRST, 2), (END, 3)]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        cls_token=FIRST,
+        sep_token=END,
+        mask_token=MASK,
+        model_max_length=length,
+    )
+    unfinished = folder.with_name(".tokenizer")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    wrapped.save_pretrained(unfinished)
+    remove(folder)
+    os.replace(unfinished, folder)
