@@ -1,13 +1,21 @@
-"""Folders, writing files whole or not at all, and reading JSON that may be anything."""
+"""Folders, files that are written whole or not at all, and readers of files that may hold anything."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import math
 import os
+import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+LARGEST = 1 << 30  # bytes of a text file that is read as a whole
+SEAL = "seal"  # the entry of a JSON object that has the hash of all others
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -41,25 +49,98 @@ def usual_mode(path: Path) -> None:
     path.chmod(0o666 & ~umask)
 
 
-def read_json(path: Path, **kinds: Any) -> dict[str, Any]:
-    """The object in a file, with at least these entries of these types; a ValueError of one line says what is wrong with it."""
+@contextmanager
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
+    """Opens a file to read it. Anything but a regular file is refused: a pipe may never answer and a device may never end.
+
+    What cannot be opened is a ValueError, but a file that is not there stays a FileNotFoundError.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # bytes that are no text are a ValueError too
-        raise ValueError(f"{path.name} must be JSON, got what is not: {error}") from None
-    return entries(path.name, value, **kinds)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without O_NONBLOCK a pipe is waited for here
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise ValueError(f"{path} must be a file that can be read, got one that cannot: {getattr(error, 'strerror', error)}") from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise ValueError(f"{path} must be a file, got a {'folder' if stat.S_ISDIR(mode) else 'pipe or device'}")
+    with os.fdopen(handle, "rb") as file:
+        yield file
 
 
-def entries(name: str, value: Any, **kinds: Any) -> dict[str, Any]:
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a regular file of at most LARGEST bytes; a ValueError of one line if it is none."""
+    with open_regular(path) as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ValueError(f"{path} must have at most {LARGEST} bytes, got more")
+    try:
+        return content.decode(errors=errors)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8, got byte 0x{content[error.start]:02x} at {error.start}") from None
+
+
+def sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse_json(name: str, text: str) -> Any:
+    """A JSON value without NaN, infinities or whole numbers of more than 64 bits, which Python would take."""
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} must be JSON, got what is not: {error}") from None
+
+
+def read_json(path: Path, /, **kinds: Any) -> dict[str, Any]:
+    """The object in a file, with at least these entries of these types; a ValueError of one line says what is wrong with it.
+
+    Where `write_sealed` wrote the file, its hash is checked. The seal is not among the entries.
+    """
+    value = entries(str(path), parse_json(str(path), read_text(path)))
+    if SEAL in value and value.pop(SEAL) != _seal(value):
+        raise ValueError(f"{path} must be as it was written, got another content than its seal says")
+    return entries(str(path), value, **kinds)
+
+
+def entries(name: str, value: Any, /, **kinds: Any) -> dict[str, Any]:
     """The value, if it is an object with these entries of these types. A whole number is a number; true and false are none."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object, got {value!r:.60}")
     for key, kind in kinds.items():
         found, wanted = value.get(key), int | float if kind is float else kind
         if not isinstance(found, wanted) or (isinstance(found, bool) and kind is not bool):
-            raise ValueError(f"{name} must have {key} ({kind.__name__}), got {found!r:.60}")
+            raise ValueError(f"{name} must have {key} ({getattr(kind, '__name__', kind)}), got {found!r:.60}")
     return value
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, lambda file: file.write((json.dumps(value, indent=1, allow_nan=False) + "\n").encode()))
+
+
+def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes an object with its hash, by which `read_json` knows whether it was damaged."""
+    plain = json.loads(json.dumps(value, allow_nan=False))
+    write_json(path, plain | {SEAL: _seal(plain)})
+
+
+def _seal(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _refuse(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(f"{text:.40}")
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if number.bit_length() > 63:
+        raise ValueError(f"a whole number must have at most 64 bits, got {text:.40}")
+    return number

@@ -19,6 +19,15 @@ app = typer.Typer(rich_markup_mode=None)
 text = typer.Typer(rich_markup_mode=None, help="Text for training.", no_args_is_help=True)
 app.add_typer(text, name="data")
 
+
+def a_path(text: str) -> Path:
+    """Of an option. Empty, as from an unset variable of a shell, it would be the folder that one is in."""
+    if not text:
+        raise typer.BadParameter("must be a path, got ''")
+    return Path(text)
+
+
+PLACE: dict[str, Any] = {"parser": a_path, "metavar": "PATH"}
 UNFINISHED = 75  # EX_TEMPFAIL of sysexits.h: training stopped before its end, and the same command goes on
 
 
