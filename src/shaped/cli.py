@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -75,8 +76,13 @@ def flush() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the rest of the buffer goes
+        give_up_output()
         raise
+
+
+def give_up_output() -> None:
+    """What is left in its buffer goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_lack_of_memory(error: Exception) -> bool:
@@ -232,10 +238,10 @@ class Lines:
     def say(self, line: str) -> None:
         if self._error is None:
             try:
-                print(line)
-                flush()
+                print(line, flush=True)
             except OSError as error:
                 self._error = error
+                give_up_output()
 
     def end(self) -> None:
         if isinstance(self._error, BrokenPipeError):
@@ -251,10 +257,9 @@ def show(summary: dict[str, Any], table: Callable[[dict[str, Any]], Any], remark
     else:
         from rich.console import Console
 
-        console = Console()
-        with console.capture() as drawn:
-            console.print(table(summary))
-        lines.say(drawn.get() + remark)
+        drawn, terminal = io.StringIO(), Console()
+        Console(file=drawn, width=terminal.width, force_terminal=terminal.is_terminal).print(table(summary))
+        lines.say(drawn.getvalue() + remark)
         lines.say(f"written: {' '.join(map(str, written))}")
         if not find_spec("matplotlib"):
             lines.say("no picture: matplotlib is not installed (pip install 'shaped-transformer[plot]')")

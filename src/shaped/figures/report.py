@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
@@ -36,7 +37,7 @@ def write_report(out: Path, ids: Iterable[str], say: Callable[[str], None] = pri
     """Of all these figures that are in the folder, whenever they were computed. What is damaged is said, and left out."""
     pages, pictures = {}, {}
     for id in ids:
-        if (out / f"{id}.json").exists():
+        if any(os.path.lexists(out / f"{id}.{kind}") for kind in ("json", "npz", "png")):
             try:
                 summary = read_summary(out / f"{id}.json")
                 pictures[id] = read_picture(out / f"{id}.png", summary)

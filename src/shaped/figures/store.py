@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def save(folder: Path, id: str, key: dict[str, Any], result: Result, seconds: fl
 def load(folder: Path, id: str, key: dict[str, Any]) -> Saved | None:
     """What was saved under this key; None where nothing was, or under another key."""
     path = folder / f"{id}.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     summary = read_summary(path)
     if any(summary.get(name) != value for name, value in json.loads(json.dumps(key)).items()):
@@ -58,7 +59,10 @@ def load(folder: Path, id: str, key: dict[str, Any]) -> Saved | None:
 
 def read_summary(path: Path) -> dict[str, Any]:
     """The .json of a figure: no entry but those it has, each of its type, every verdict as the rule has it."""
-    name, summary = path.name, read_json(path, **FIELDS)
+    try:
+        name, summary = path.name, read_json(path, **FIELDS)
+    except FileNotFoundError:
+        raise ValueError(f"{path.name} must be beside the figure's other files, got none") from None
     for entry in sorted(summary.keys() - FIELDS.keys() - {"tokens"}):
         raise ValueError(f"{name} must have the entries of a figure, got {entry!r:.60}")
     if summary["figure"] != path.stem:
