@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_a_killed_dask_worker_changes_nothing():
 def test_work_of_a_dask_scheduler_that_is_killed_is_done_here():
     pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
     address = f"tcp://127.0.0.1:{free_port()}"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     dask, port = [sys.executable, "-m"], address.rsplit(":", 1)[1]
     alone = ["--host", "127.0.0.1", "--port", port, "--no-dashboard"]
     scheduler = subprocess.Popen([*dask, "distributed.cli.dask_scheduler", *alone], **quiet)
