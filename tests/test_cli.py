@@ -1,6 +1,8 @@
 """The command line: what it prints, what it writes, and how it refuses."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -33,11 +35,12 @@ def test_simulate_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path
 
 
 def test_json_is_one_object_and_nothing_else(tmp_path):
-    """In a process of its own: standard output is the object, and no file is written without --out."""
+    """In a process of its own: standard output is the object; the files are written as without it."""
     done = subprocess.run([sys.executable, "-m", "shaped", *SMALL, "--json"], capture_output=True, text=True, cwd=tmp_path, check=True)
     summary = json.loads(done.stdout)
     assert done.stderr == ""
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["simulate.json", "simulate.png"]
+    assert json.loads((tmp_path / "out" / "simulate.json").read_text()) == summary
     for key in ("rho", "V", "variance"):
         assert {"mean", "standard_error", "standard_deviation", "percentiles"} == summary[key].keys()
         assert list(summary[key]["percentiles"]) == ["5", "25", "50", "75", "95"]
@@ -66,8 +69,8 @@ def test_nothing_moves_without_a_branch(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "simulate.png").exists()
 
 
-def test_all_paths_may_stop(monkeypatch, capsys):
-    assert run(monkeypatch, *SMALL, "--upper", "0.5", "--json") == 0
+def test_all_paths_may_stop(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, *SMALL, "--upper", "0.5", "--json", "--out", str(tmp_path)) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["stopped_share"] == 1.0
     assert summary["rho"] is None
@@ -93,7 +96,9 @@ def test_reproduce_writes_numbers_pictures_and_report(monkeypatch, capsys, tmp_p
     monkeypatch.setattr("shaped.figures.fig7.settings", lambda scale: small)
     assert run(monkeypatch, "reproduce", "fig7", "--out", str(tmp_path), "--workers", "1") == 0
     shown = capsys.readouterr().out
-    assert "6 of   6 claims hold" in shown
+    assert "fig7    6 claims: holds 0, not proved 6, fails 0; " in shown
+    assert "in all  6 claims: holds 0, not proved 6, fails 0\n" in shown
+    assert "fig7.law.m4 not proved: the SDE describes shaped attention" in shown
     assert f"report: {tmp_path / 'report.html'}" in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fig7.json", "fig7.npz", "fig7.pdf", "fig7.png", "report.html"]
     assert json.loads((tmp_path / "fig7.json").read_text())["scale"] == "quick"
@@ -153,6 +158,11 @@ def test_the_rate_of_a_known_decay_is_found():
         (["reproduce", "fig7", "--device", "abacus"], "abacus"),
         (["reproduce", "fig7", "--workers", "0"], "workers"),
         (["reproduce", "--out", "/sys"], "/sys"),
+        (["simulate", "--out", ""], "--out"),
+        (["converge", "--out", ""], "--out"),
+        (["reproduce", "fig7", "--out", ""], "--out"),
+        (["reproduce", "fig7", "--runs", "/nonexistent"], "runs must be folders of runs"),
+        (["reproduce", "fig7", "--runs", ""], "--runs"),
         (["stimulate"], "stimulate"),
     ],
 )
@@ -196,6 +206,59 @@ def test_an_interrupted_run_says_so(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, *SMALL, "--out", str(tmp_path)) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def closed_pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+@pytest.mark.parametrize("json", [[], ["--json"]], ids=["table", "json"])
+@pytest.mark.parametrize(("name", "status"), [("pipe", 1), ("full", 2)])
+def test_results_are_written_before_they_are_printed(tmp_path, json, name, status):
+    """To a pipe that nobody reads, and to a device that is full."""
+    out = closed_pipe() if name == "pipe" else os.open("/dev/full", os.O_WRONLY)
+    try:
+        done = subprocess.run([sys.executable, "-m", "shaped", *SMALL, *json], stdout=out, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    finally:
+        os.close(out)
+    assert done.returncode == status
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["simulate.json", "simulate.png"]
+    said = (
+        ""
+        if name == "pipe"
+        else "shaped: standard output must take what is printed, got 'No space left on device'; the results are in out\n"
+    )
+    assert done.stderr == said
+
+
+def test_figures_are_finished_though_nobody_reads_their_lines(monkeypatch, tmp_path):
+    small = laws.Settings(n=16, d=12, samples=256)
+    monkeypatch.setattr("shaped.figures.fig7.settings", lambda scale: small)
+    out = os.fdopen(closed_pipe(), "w")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert run(monkeypatch, "reproduce", "fig7", "--out", str(tmp_path)) == 1
+    out.close()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_ctrl_c_while_it_loads_is_one_line():
+    """The import of torch takes a second or two."""
+    with subprocess.Popen([sys.executable, "-X", "importtime", "-m", "shaped", "--version"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if " torch" in line:  # a part of it is there, so the command has begun to load
+                break
+        process.send_signal(signal.SIGINT)
+        rest = [line for line in process.stderr if not line.startswith("import time:")]
+    assert (process.returncode, rest) == (130, ["shaped: interrupted; no file is half-written\n"])
+
+
+def test_ctrl_c_in_a_program_that_imports_the_library_is_its_own():
+    script = "import signal, shaped; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_importing_the_library_stays_light():

@@ -110,7 +110,15 @@ def test_what_cannot_be_compared_is_named():
     late = shaped.Trajectory(torch.tensor([2.0], dtype=torch.float64), one.V, one.stopped)
     for call, words in (
         (lambda: shaped.compare(one, late), ["at must", "t = 1 and 2"]),
-        (lambda: shaped.compare(one, one, at=3), ["at must", "3"]),
+        (lambda: shaped.compare(one, one, at=3), ["at must", "1 recorded", "-1 to 0", "3"]),
+        (lambda: shaped.compare(one, one, at=False), ["at must", "False"]),
+        (lambda: shaped.compare(one, one, statistics=[]), ["statistics must", "at least one", "[]"]),
+        (lambda: shaped.compare(one, one, statistics={}), ["statistics must", "at least one", "{}"]),
+        (lambda: shaped.compare(one, one, statistics=3), ["statistics must", "3"]),  # pyright: ignore[reportArgumentType]
+        (lambda: shaped.compare(one, one, statistics=len), ["statistics must", "len"]),  # pyright: ignore[reportArgumentType]
+        (lambda: shaped.compare(one, one, statistics=[["rho"]]), ["statistics must", "['rho']"]),  # pyright: ignore[reportArgumentType]
+        (lambda: shaped.compare(one, one, statistics={"none": lambda V: V[:, :0, 0]}), ["statistics must", "none"]),
+        (lambda: shaped.compare(one, one, statistics={"turned": lambda V: 1j * V[:, 0, 0]}), ["statistics must", "complex", "turned"]),
         (lambda: shaped.compare(one, one, statistics={"odd": lambda V: V[:, 0, 0] * math.nan}), ["statistics", "odd"]),
         (lambda: shaped.compare(trajectory(V[:, :1, :1]), trajectory(V[:, :1, :1]), statistics="rho"), ["statistics", "rho"]),
         (lambda: shaped.compare(one, one, pair=(0, 1, 1)), ["pair"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)

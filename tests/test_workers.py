@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +108,62 @@ def test_a_killed_dask_worker_changes_nothing():
     assert killed, "the work ended before the worker could be killed"
     assert killed[0] < ended
     assert_same(there, long_work())
+
+
+def test_work_of_a_dask_scheduler_that_is_killed_is_done_here():
+    pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    dask, port = [sys.executable, "-m"], address.rsplit(":", 1)[1]
+    alone = ["--host", "127.0.0.1", "--port", port, "--no-dashboard"]
+    before = signal.getsignal(signal.SIGALRM)
+    scheduler = subprocess.Popen([*dask, "distributed.cli.dask_scheduler", *alone], **quiet)
+    worker = subprocess.Popen([*dask, "distributed.cli.dask_worker", address, "--no-nanny", "--nthreads", "1", "--no-dashboard"], **quiet)
+    try:
+        with dask_executor(address, timeout=20.0) as executor:
+            assert_same(short_work(executor), short_work())  # the worker is up
+            killed = []
+            timer = threading.Timer(0.5, lambda: (killed.append(time.monotonic()), scheduler.kill()))
+            timer.start()
+            signal.signal(signal.SIGALRM, hung)
+            signal.alarm(60)
+            with pytest.warns(RuntimeWarning, match="the executor fails"):
+                there = long_work(executor)
+            assert killed
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        for process in (worker, scheduler):
+            process.kill()
+            process.wait()
+    assert_same(there, long_work())
+
+
+def hung(*_: Any) -> None:
+    raise TimeoutError("the work hangs")
+
+
+def free_port() -> int:
+    with socket.socket() as asking:
+        asking.bind(("127.0.0.1", 0))
+        return asking.getsockname()[1]
+
+
+def interrupted_work() -> None:
+    with LocalWorkers(1) as workers:
+        process = workers.submit(os.getpid).result()
+        os.kill(process, signal.SIGINT)  # as a terminal does, to all processes
+        assert workers.submit(os.getpid).result() == process, "it did not hear it"
+        for future in [workers.submit(time.sleep, 300) for _ in range(4)]:
+            future.cancel()
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_does_not_wait_for_work_under_way():
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_work()
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense://here:1", "here", "", "127.0.0.1:port"])

@@ -1,5 +1,9 @@
 """The shaped Transformer: its infinite-depth-and-width limit and its finite networks, as one object each."""
 
+from shaped import interrupts
+
+interrupts.while_loading()
+
 from shaped import nn as nn
 from shaped import workers as workers
 from shaped.compare import compare as compare

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -12,15 +14,16 @@ from typing import Annotated, Any
 
 import typer
 
-from shaped import __version__
+from shaped import __version__, interrupts
 from shaped.checks import whole_numbers
 from shaped.files import make_folder
 from shaped.train import commands
+from shaped.train.commands import PLACE
 
 app = typer.Typer(add_completion=False, invoke_without_command=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.add_typer(commands.app)  # without a name: its commands stand beside those here
 
-INTERRUPTED = 130  # what typer returns after Ctrl-C, as shells do
+NOBODY_READS = 1  # what typer returns where the pipe that a command prints to is closed
 
 Layers = Annotated[str, typer.Option(help="Layers of a block: attention, feedforward, perceptron.")]
 Tokens = Annotated[int, typer.Option(help="Number of tokens m.")]
@@ -39,16 +42,23 @@ Upper = Annotated[float, typer.Option(help="Stop a path whose largest eigenvalue
 Workers = Annotated[int | None, typer.Option(help="Processes on this machine to share the work.")]
 Scheduler = Annotated[str | None, typer.Option(help="Address of a running Dask scheduler to do the work.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Out = Annotated[Path | None, typer.Option(help="Folder for the numbers and the picture; 'out' unless --json.")]
+Out = Annotated[Path, typer.Option(help="Folder for the numbers and the picture.", **PLACE)]
 
 
 def main() -> None:
     """Runs the command. What the user got wrong is one line on standard error, and exit code 2."""
     try:
+        interrupts.loaded()
         code = app(standalone_mode=False)
-        if code == INTERRUPTED:
-            print("shaped: interrupted; no file is half-written", file=sys.stderr)
+        flush()
+        if code == interrupts.INTERRUPTED:
+            raise KeyboardInterrupt
         sys.exit(code)
+    except KeyboardInterrupt:
+        print(interrupts.MESSAGE, file=sys.stderr)
+        sys.exit(interrupts.INTERRUPTED)
+    except BrokenPipeError:
+        sys.exit(NOBODY_READS)
     except (ValueError, OSError, ArithmeticError) as error:
         complain(str(error))
     except Exception as error:
@@ -59,6 +69,20 @@ def main() -> None:
             raise
         usage_error: Any = error
         complain(usage_error.format_message())
+
+
+def flush() -> None:
+    """Standard output, now: at its end Python would only say that it ignored an error."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        give_up_output()
+        raise
+
+
+def give_up_output() -> None:
+    """What is left in its buffer goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def is_lack_of_memory(error: Exception) -> bool:
@@ -110,7 +134,7 @@ def simulate(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     workers: Workers = None,
     scheduler: Scheduler = None,
-    out: Out = None,
+    out: Out = Path("out"),
     as_json: Json = False,
 ) -> None:
     """Sample the covariance SDE; by default at the setting of the paper's Figure 1."""
@@ -118,12 +142,12 @@ def simulate(
     from shaped.workers import working_on
 
     settings = figure.Settings(**chosen(figure.Settings, locals()))
-    out = folder(out, as_json)
+    try_folder(out)
     with working_on(workers, scheduler) as executor:
         summary, arrays = figure.compute(settings, executor, progress=False if as_json else None)
     picture = (lambda: figure.draw(summary, arrays)) if "rho_density" in arrays else None
-    show(summary, figure.table(summary), figure.remark(summary), as_json)
-    write_results(out, "simulate", summary, picture, say=not as_json)
+    written = write_results(out, "simulate", summary, picture)
+    show(summary, figure.table, figure.remark(summary), written, as_json)
 
 
 @app.command()
@@ -146,7 +170,7 @@ def converge(
     upper: Upper = 1e4,
     workers: Workers = None,
     scheduler: Scheduler = None,
-    out: Out = None,
+    out: Out = Path("out"),
     as_json: Json = False,
 ) -> None:
     """Measure how fast finite networks approach the SDE as the width grows."""
@@ -156,11 +180,11 @@ def converge(
     given = chosen(figure.Settings, locals())
     given["widths"] = whole_numbers("widths", widths)
     settings = figure.Settings(**given)
-    out = folder(out, as_json)
+    try_folder(out)
     with working_on(workers, scheduler) as executor:
         summary = figure.compute(settings, executor, progress=False if as_json else None)
-    show(summary, figure.table(summary), figure.remark(summary), as_json)
-    write_results(out, "converge", summary, lambda: figure.draw(summary), say=not as_json)
+    written = write_results(out, "converge", summary, lambda: figure.draw(summary))
+    show(summary, figure.table, figure.remark(summary), written, as_json)
 
 
 @app.command()
@@ -174,9 +198,9 @@ def reproduce(
     scheduler: Scheduler = None,
     again: Annotated[bool, typer.Option("--again", help="Compute also what is in the folder already.")] = False,
     runs: Annotated[
-        list[Path] | None, typer.Option(help="Folders or files of training runs, for fig6, table1 and table2; repeatable.")
+        list[Path] | None, typer.Option(help="Folders or files of training runs, for fig6, table1 and table2; repeatable.", **PLACE)
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for numbers, pictures and report.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for numbers, pictures and report.", **PLACE)] = Path("out"),
 ) -> None:
     """Compute and draw the paper's figures, check their claims, and write report.html."""
     from shaped.figures import reproduce as figures_of
@@ -186,42 +210,65 @@ def reproduce(
         workers = figures_of.workers_by_default(device)
     figures_of.chosen(figures or [], runs or [])  # what is no figure is said before anything is made
     how = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again, "runs": runs or []}
-    folder(out, as_json=False)
+    try_folder(out)
+    lines = Lines(out)
     with working_on(workers, scheduler) as executor:
-        report = figures_of.reproduce(figures or [], out, executor=executor, **how)
-    print("report:", report)
+        report = figures_of.reproduce(figures or [], out, executor=executor, say=lines.say, **how)
+    lines.say(f"report: {report}")
+    lines.end()
 
 
 def chosen(settings: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in arguments.items() if key in settings.__dataclass_fields__}
 
 
-def folder(out: Path | None, as_json: bool) -> Path | None:
+def try_folder(out: Path) -> None:
     """Where to write; made, and tried, before the work and not after it."""
-    if out is None and not as_json:
-        out = Path("out")
-    if out is not None:
-        make_folder(out)
-        with TemporaryFile(dir=out):
-            pass
-    return out
+    make_folder(out)
+    with TemporaryFile(dir=out):
+        pass
 
 
-def show(summary: dict[str, Any], table: Any, remark: str, as_json: bool) -> None:
+class Lines:
+    """What is printed of work that is on disk. If nobody reads it, or nothing more fits there, the work goes on to its end."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self._error = out, None
+
+    def say(self, line: str) -> None:
+        if self._error is None:
+            try:
+                print(line, flush=True)
+            except OSError as error:
+                self._error = error
+                give_up_output()
+
+    def end(self) -> None:
+        if isinstance(self._error, BrokenPipeError):
+            raise self._error
+        if self._error is not None:
+            raise ValueError(f"standard output must take what is printed, got {self._error.strerror!r}; the results are in {self._out}")
+
+
+def show(summary: dict[str, Any], table: Callable[[dict[str, Any]], Any], remark: str, written: list[Path], as_json: bool) -> None:
+    lines = Lines(written[0].parent)
     if as_json:
-        print(json.dumps(summary, allow_nan=False))
-        return
-    from rich.console import Console
+        lines.say(json.dumps(summary, allow_nan=False))
+    else:
+        from rich.console import Console
 
-    Console().print(table)
-    print(remark)
+        drawn, terminal = io.StringIO(), Console()
+        Console(file=drawn, width=terminal.width, force_terminal=terminal.is_terminal).print(table(summary))
+        lines.say(drawn.getvalue() + remark)
+        lines.say(f"written: {' '.join(map(str, written))}")
+        if not find_spec("matplotlib"):
+            lines.say("no picture: matplotlib is not installed (pip install 'shaped-transformer[plot]')")
+    lines.end()
 
 
-def write_results(out: Path | None, name: str, summary: dict[str, Any], picture: Callable[[], bytes] | None, *, say: bool) -> None:
+def write_results(out: Path, name: str, summary: dict[str, Any], picture: Callable[[], bytes] | None) -> list[Path]:
     from shaped.files import write_atomically, write_json
 
-    if out is None:
-        return
     write_json(out / f"{name}.json", summary)
     written = [out / f"{name}.json"]
     (out / f"{name}.png").unlink(missing_ok=True)  # an earlier run's, which these numbers are not of
@@ -229,7 +276,4 @@ def write_results(out: Path | None, name: str, summary: dict[str, Any], picture:
         drawn = picture()
         write_atomically(out / f"{name}.png", lambda file: file.write(drawn))
         written.append(out / f"{name}.png")
-    if say:
-        print("written:", *written)
-        if not find_spec("matplotlib"):
-            print("no picture: matplotlib is not installed (pip install 'shaped-transformer[plot]')")
+    return written

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +32,24 @@ def named_statistic(name: str, pair: tuple[int, int] | None, m: int) -> Statisti
         "logdet": lambda V: torch.linalg.eigvalsh(V).clamp(min=torch.finfo(V.dtype).tiny).log().sum(-1),
         "eigmax": lambda V: torch.linalg.eigvalsh(V)[:, -1],
     }
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"statistics must be functions of V or among {', '.join(known)}, got {name!r}")
     return known[name]
+
+
+def chosen_statistics(given: Any, pair: tuple[int, int] | None, m: int) -> dict[str, Statistic]:
+    """By their names, whichever way they were asked for."""
+    if given is None:
+        given = ("rho", "V", "logdet", "eigmax") if m > 1 else ("variance",)
+    if isinstance(given, str):
+        given = (given,)
+    if not isinstance(given, Mapping | Collection) or isinstance(given, bytes) or not given:
+        raise ValueError(f"statistics must be names, or functions of V by name, at least one, got {given!r:.60}")
+    if isinstance(given, Mapping):
+        return dict(given)
+    if m == 1 and any(name in ("rho", "V") for name in given):
+        raise ValueError(f"statistics must not be about pairs where there is one token, got {tuple(given)}")
+    return {str(name): named_statistic(name, pair, m) for name in given}
 
 
 @dataclass(frozen=True)
@@ -106,18 +122,12 @@ def compare(
     resamples, seed = whole_number("resamples", resamples, least=20), whole_number("seed", seed, least=0, most=math.inf)
     for path in (one, other):
         if not is_place(at, len(path.t)):
-            raise ValueError(f"at must be one of the {len(path.t)} recorded times, got {at!r}")
+            count = len(path.t)
+            raise ValueError(f"at must be the place of one of the {count} recorded times, from {-count} to {count - 1}, got {at!r}")
     times = [path.t[at].item() for path in (one, other)]
     if abs(times[0] - times[1]) > 0.05 * max(times):
         raise ValueError(f"at must be the same time in both trajectories, got t = {times[0]:.4g} and {times[1]:.4g}")
-    if statistics is None:
-        statistics = ("rho", "V", "logdet", "eigmax") if m > 1 else ("variance",)
-    if isinstance(statistics, str):
-        statistics = (statistics,)
-    if not isinstance(statistics, dict):
-        if m == 1 and {"rho", "V"} & set(statistics):
-            raise ValueError(f"statistics must not be about pairs where there is one token, got {tuple(statistics)}")
-        statistics = {name: named_statistic(name, pair if m > 1 else None, m) for name in statistics}
+    chosen = chosen_statistics(statistics, pair if m > 1 else None, m)
     # Paths that run at that time; what becomes of them later is not to be known then.
     running = [path.V[at][(path.stopped > time).to(path.V.device)] for path, time in zip((one, other), times, strict=True)]
     if min(map(len, running)) < 2:
@@ -126,7 +136,7 @@ def compare(
     # What differs by rounding alone is equal: tokens that coincide, or a network that changes nothing.
     rounding = max(torch.finfo(path.V.dtype).eps for path in (one, other)) ** 0.75
     ks, wasserstein = {}, {}
-    for name, statistic in statistics.items():
+    for name, statistic in chosen.items():
         x, y = (_numbers(name, statistic, V) for V in running)
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise ValueError(f"statistics must be finite, got {name!r} with values that are not")
@@ -139,9 +149,9 @@ def compare(
 
 
 def is_place(value: object, m: int) -> bool:
-    """One of m, counted from either end."""
+    """One of m, counted from either end. Booleans are no numbers here."""
     try:
-        return -m <= operator.index(value) < m  # pyright: ignore[reportArgumentType]
+        return not isinstance(value, bool) and -m <= operator.index(value) < m  # pyright: ignore[reportArgumentType]
     except TypeError:
         return False
 
@@ -151,9 +161,11 @@ def _numbers(name: str, statistic: Statistic, V: Tensor) -> Sample:
     if not callable(statistic):
         raise ValueError(f"statistics must be functions of V by name, got {statistic!r} as {name!r}")
     found = statistic(V)
-    if not isinstance(found, Tensor) or found.ndim == 0 or len(found) != len(V):
+    if not isinstance(found, Tensor) or found.ndim == 0 or len(found) != len(V) or found.numel() == 0:
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"statistics must give one number or a row of them for each of the {len(V)} paths, got {shape} from {name!r}")
+    if found.is_complex():
+        raise ValueError(f"statistics must give real numbers, got {found.dtype} from {name!r}")
     return found.double().reshape(len(V), -1).cpu().numpy()
 
 

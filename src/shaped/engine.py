@@ -198,7 +198,7 @@ def scattered(executor: Executor, work: Callable[[A], R], tasks: Sequence[A]) ->
 
     A task whose worker died is handed in again, up to TRIES times, and at last done here, where a real error shows as itself.
     """
-    waiting = {executor.submit(work, task): (place, 1) for place, task in enumerate(tasks)}
+    waiting = {handed_in(executor, work, task): (place, 1) for place, task in enumerate(tasks)}
     try:
         while waiting:
             done, _ = wait(waiting, return_when=FIRST_COMPLETED)
@@ -209,9 +209,8 @@ def scattered(executor: Executor, work: Callable[[A], R], tasks: Sequence[A]) ->
                 except ValueError:
                     raise  # what the caller got wrong goes wrong everywhere
                 except Exception as error:
-                    again = handed_in_again(executor, work, tasks[place]) if tries < TRIES else None
-                    if again is not None:
-                        waiting[again] = place, tries + 1
+                    if tries < TRIES:
+                        waiting[handed_in(executor, work, tasks[place])] = place, tries + 1
                         continue
                     warnings.warn(f"the executor fails ({error!r}): its work is done in this process", RuntimeWarning, stacklevel=2)
                     result = work(tasks[place])
@@ -221,12 +220,14 @@ def scattered(executor: Executor, work: Callable[[A], R], tasks: Sequence[A]) ->
             future.cancel()
 
 
-def handed_in_again(executor: Executor, work: Callable[[A], R], task: A) -> Future | None:
-    """A second try, or None from an executor that takes no more work."""
+def handed_in(executor: Executor, work: Callable[[A], R], task: A) -> Future:
+    """A task in the hands of an executor; that of one that takes no more work has failed already."""
     try:
         return executor.submit(work, task)
-    except Exception:
-        return None
+    except Exception as error:
+        failed = Future()
+        failed.set_exception(error)
+        return failed
 
 
 def run_chunk(jobs: bytes) -> list[tuple[np.ndarray, np.ndarray, int]]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -28,12 +31,13 @@ class LocalWorkers(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         if self._pool is None:
             self._pool = self._started()
-        try:
-            return self._pool.submit(fn, *args, **kwargs)
-        except BrokenExecutor:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = self._started()
-            return self._pool.submit(fn, *args, **kwargs)
+        with deaf_children():  # this may start a process
+            try:
+                return self._pool.submit(fn, *args, **kwargs)
+            except BrokenExecutor:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+                self._pool = self._started()
+                return self._pool.submit(fn, *args, **kwargs)
 
     def _started(self) -> ProcessPoolExecutor:
         # Spawned, not forked: torch's threads do not survive a fork.
@@ -44,6 +48,34 @@ class LocalWorkers(Executor):
         if self._pool is not None:
             self._pool.shutdown(wait=wait, cancel_futures=cancel_futures)
             self._pool = None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """After an error or Ctrl-C nobody waits for the work that is under way."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        if kind is None:
+            pool.shutdown()
+            return
+        processes = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        # The pool's thread must have dropped what is cancelled before it finds the processes gone: it would print a traceback.
+        patience = time.monotonic() + 1.0
+        while pool._cancel_pending_futures and time.monotonic() < patience:
+            time.sleep(0.01)
+        for process in processes:
+            process.terminate()
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Processes that are started within it do not hear Ctrl-C, which a terminal sends to all: the one that made them ends them."""
+    resource_tracker.ensure_running()  # it would undo the mask where it is started within
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin_work() -> None:
@@ -89,4 +121,20 @@ def dask_executor(address: str, timeout: float = 5.0) -> Iterator[Executor]:
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"{refused} ({type(error).__name__})") from None
     with client:
-        yield client.get_executor()
+        yield DaskWorkers(client)
+
+
+class DaskWorkers(Executor):
+    """The workers of a Dask cluster, as long as its scheduler is there.
+
+    When it is lost, Dask cancels what was handed in. What is handed in after that would wait for ever, so it is refused.
+    """
+
+    def __init__(self, client: Any):
+        self._client, self._workers = client, client.get_executor()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        future = self._workers.submit(fn, *args, **kwargs)
+        if self._client.status != "running":  # asked afterwards: from now on a loss cancels this future too
+            raise BrokenExecutor(f"the Dask scheduler is gone, its client is {self._client.status}")
+        return future

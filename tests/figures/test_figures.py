@@ -25,7 +25,7 @@ def values(result) -> dict[str, float]:
 
 
 def failing(result) -> set[str]:
-    return {row["id"].removesuffix(".m4") for row in result.claims if not row["holds"]}
+    return {row["id"].removesuffix(".m4") for row in result.claims if row["verdict"] == "fails"}
 
 
 def test_there_is_a_tiny_setting_for_every_figure():
@@ -35,7 +35,7 @@ def test_there_is_a_tiny_setting_for_every_figure():
 @pytest.mark.parametrize("id", reproduce.FIGURES)
 def test_a_figure_is_drawn_from_the_disk_alone(id, tmp_path):
     result = computed(id, tokens=3)
-    key = {"figure": id, "title": "", "shows": "", "tokens": 3}
+    key = reproduce.key(id, "quick", Lab(3))
     store.save(tmp_path, id, key, result, 1.0)
     del result
     saved = store.load(tmp_path, id, key)
@@ -89,8 +89,9 @@ def test_fig2_reads_python_source():
 
 
 @pytest.mark.parametrize("id", ["fig3", "fig4", "fig7", "output", "masks"])
-def test_claims_hold_at_the_tiny_scale(id):
-    assert failing(computed(id)) <= {"fig4.shaped.below", "fig4.shaped.tail", "fig4.id+centre.rho"}
+def test_no_claim_fails_at_the_tiny_scale(id):
+    """Few samples prove less: laws that agree are then not proved to, but nothing fails."""
+    assert failing(computed(id)) == set()
 
 
 def test_fig5_and_fig8_stability_falls_with_gamma_and_grows_with_tau0():
@@ -147,9 +148,9 @@ def test_tokens_along_one_line_are_turned_round_in_turn():
 
 def test_laws_of_which_nothing_is_left_are_neither_alike_nor_apart():
     one, none = np.zeros((10, 1)), np.zeros((0, 1))
-    for bound in ({}, {"at_least": 0.2}):
+    for bound, verdict in (({}, "fails"), ({"at_least": 0.2}, "not proved")):
         row = laws.law_row("x", 4, "words", one, none, 0, **bound)
-        assert not row["holds"]
+        assert row["verdict"] == verdict
         assert "explodes" in row["reason"]
 
 

@@ -1,7 +1,10 @@
 """`shaped reproduce`: what is computed, what is kept, and what the report is made of."""
 
+import hashlib
+import io
 import json
 import re
+from html import escape
 
 import numpy as np
 import pytest
@@ -10,7 +13,8 @@ from tiny import SETTINGS
 from refusals import refused
 from shaped.figures import lab, reproduce, store
 from shaped.figures.lab import Lab
-from shaped.figures.report import write_report
+from shaped.figures.report import html
+from shaped.files import write_sealed
 from shaped.workers import LocalWorkers
 
 QUICK = ("fig7", "fig8")
@@ -64,16 +68,67 @@ def test_a_damaged_file_is_computed_again(tmp_path, counted):
     for name in ("fig7.npz", "fig7.json"):
         path, whole = tmp_path / name, (tmp_path / name).read_bytes()
         assert store.load(tmp_path, "fig7", key) is not None
-        for damaged in (whole[: len(whole) // 2], b"", whole[:-40] + b"x" * 40, b"{}"):
+        for damaged in (whole[: len(whole) // 2], b"", whole[:-40] + b"x" * 40, b"{}", b"[" * 100_000):
             path.write_bytes(damaged)
-            assert store.load(tmp_path, "fig7", key) is None
-        path.unlink()
-        assert store.load(tmp_path, "fig7", key) is None
+            with refused(name, "must"):
+                store.load(tmp_path, "fig7", key)
         path.write_bytes(whole)
     (tmp_path / "fig7.npz").write_bytes(b"half")
-    run(tmp_path, "fig7")
+    _, lines = run(tmp_path, "fig7")
+    assert "fig7    is computed anew: fig7.npz must be the arrays" in lines[0]
     assert counted == ["fig7", "fig7"]
     assert store.load(tmp_path, "fig7", key) is not None
+    (tmp_path / "fig7.json").unlink()
+    assert store.load(tmp_path, "fig7", key) is None
+
+
+def test_a_changed_number_is_noticed(tmp_path, counted):
+    """JSON as good as before, with another digit in a claim."""
+    run(tmp_path, "fig7")
+    path = tmp_path / "fig7.json"
+    before = json.loads(path.read_text())
+    path.write_text(re.sub(r'("value": 0\.0\d)\d', r"\g<1>x", path.read_text(), count=1).replace("x", "9"))
+    assert json.loads(path.read_text()) != before
+    _, lines = run(tmp_path, "fig7")
+    assert "is computed anew" in lines[0]
+    assert counted == ["fig7", "fig7"]
+    assert json.loads(path.read_text())["claims"] == before["claims"]
+
+
+def forge(out, arrays: bytes | None = None, **changed):
+    """A summary that was not made by us, with a seal and a hash that are right."""
+    summary = json.loads((out / "fig7.json").read_text()) | changed
+    del summary["seal"]
+    if arrays is not None:
+        (out / "fig7.npz").write_bytes(arrays)
+        summary["arrays_sha256"] = hashlib.sha256(arrays).hexdigest()
+    write_sealed(out / "fig7.json", summary)
+
+
+def test_foreign_files_with_the_right_hash_are_computed_again(tmp_path, counted):
+    """Truncated or other arrays; entries of other types."""
+    run(tmp_path, "fig7")
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    right, arrays = json.loads((tmp_path / "fig7.json").read_text()), (tmp_path / "fig7.npz").read_bytes()
+    claim, buffer = right["claims"][0], io.BytesIO()
+    np.savez(buffer, other=np.zeros(3))
+    forged = [{"arrays": arrays[: len(arrays) // 2]}, {"arrays": b""}, {"arrays": buffer.getvalue()}]
+    forged += [{name: value} for name in ("claims", "settings", "table") for value in (3, [3], [{}], None)]
+    wrong = [{"verdict": "fails"}, {"verdict": None}, {"interval": [0]}, {"interval": ["a", "b"]}, {"relation": "near"}]
+    forged += [{"claims": [claim | change]} for change in (*wrong, {"value": "1"}, {"tokens": "4"})]
+    forged += [{"table": {"columns": ["a"], "rows": [[1, 2]]}}, {"table": {"columns": ["a"], "rows": [[{}]]}}]
+    forged += [{"seconds": "soon"}, {"figure": "fig8"}, {"more": 1}]
+    for changed in forged:
+        for path, content in kept.items():
+            path.write_bytes(content)
+        forge(tmp_path, **changed)
+        lines = []
+        assert reproduce.from_disk("fig7", tmp_path, reproduce.key("fig7", "quick", Lab()), lines.append) is None, changed
+        assert len(lines) == 1
+        assert re.fullmatch(r"fig7    is computed anew: .*fig7\.(json|npz) must .*, got .*", lines[0])
+    run(tmp_path, "fig7")
+    assert counted == ["fig7", "fig7"]
+    assert json.loads((tmp_path / "fig7.json").read_text())["claims"] == right["claims"]
 
 
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path, counted, monkeypatch):
@@ -100,9 +155,10 @@ def test_the_report_needs_nothing_else(tmp_path):
     assert not re.findall(r'(?:src|href)="(?!data:image/png;base64,|#)', text)
     for id in QUICK:
         for row in json.loads((tmp_path / f"{id}.json").read_text())["claims"]:
-            assert row.keys() >= {"id", "claim", "value", "interval", "threshold", "holds"}
+            assert row.keys() >= {"id", "claim", "value", "interval", "threshold", "verdict"}
             assert f"{row['value']:.4g}" in text
     assert ">holds<" in text
+    assert ">not proved<" in text
 
 
 def test_the_report_has_what_earlier_runs_left(tmp_path):
@@ -114,8 +170,10 @@ def test_the_report_has_what_earlier_runs_left(tmp_path):
 def test_a_failing_claim_is_shown_with_its_reason(tmp_path, monkeypatch):
     monkeypatch.setattr("shaped.figures.claims.TOLERANCE", -1.0)
     report, lines = run(tmp_path, "fig7")
-    assert any("fig7.law.m4 fails" in line for line in lines)
-    assert "fails: the distance" in report.read_text()
+    assert any("fig7.law.m4 fails: " in line for line in lines)
+    assert lines[-1] == "in all  2 claims: holds 0, not proved 0, fails 2"
+    assert "fails: measured" in report.read_text()
+    assert "2 claims: holds 0, not proved 0, fails 2" in report.read_text()
 
 
 def test_workers_change_no_bit():
@@ -151,15 +209,37 @@ def test_other_code_or_thresholds_are_computed_anew(tmp_path, counted, monkeypat
     assert counted == ["fig7", "fig7"]
 
 
-def test_the_report_leaves_out_what_is_no_figure(tmp_path, counted):
-    run(tmp_path, "fig7")
-    (tmp_path / "fig1.png").write_bytes((tmp_path / "fig7.png").read_bytes())
-    right = json.loads((tmp_path / "fig7.json").read_text())
-    (row, *_) = right["claims"]
-    wrong = [right | {name: value} for name in ("claims", "settings", "table", "title") for value in (3, [3], [{}])]
-    wrong += [right | {"claims": [{name: entry for name, entry in row.items() if name != gone}]} for gone in ("holds", "claim", "interval")]
-    for content in ({}, [], *wrong):
-        (tmp_path / "fig1.json").write_text(json.dumps(content))
-        assert 'id="fig1"' not in write_report(tmp_path, reproduce.FIGURES).read_text(), content
-    (tmp_path / "fig1.json").write_text(json.dumps(right))
-    assert 'id="fig1"' in write_report(tmp_path, reproduce.FIGURES).read_text()
+def test_the_report_leaves_out_what_is_damaged_and_says_so(tmp_path):
+    """Figures of earlier runs, which are not made anew now."""
+    run(tmp_path)
+    kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    picture = kept[tmp_path / "fig7.png"]
+    for name, content, word in (
+        ("fig7.json", b"{}", "fig7.json must"),
+        ("fig7.json", kept[tmp_path / "fig8.json"], "figure fig7"),
+        ("fig7.png", picture[:-20], "whole PNG"),
+        ("fig7.png", picture[:5000] + bytes([picture[5000] ^ 1]) + picture[5001:], "whole PNG"),
+        ("fig7.png", picture + b"more", "whole PNG"),
+        ("fig7.png", b"", "whole PNG"),
+        ("fig7.png", kept[tmp_path / "fig8.png"], "another picture"),
+    ):
+        for path, whole in kept.items():
+            path.write_bytes(whole)
+        (tmp_path / name).write_bytes(content)
+        report, lines = run(tmp_path, "fig8")
+        assert 'id="fig7"' not in report.read_text()
+        assert lines[-1].startswith("fig7    is not in the report: ")
+        assert word in lines[-1]
+
+
+def test_every_field_of_the_report_is_escaped():
+    """Whatever a summary says: none of it becomes HTML."""
+    bad = "<script>&\"'"
+    row = {"id": bad, "claim": bad, "tokens": bad, "value": bad, "interval": [bad, bad], "relation": bad, "threshold": bad}
+    summary = dict.fromkeys(("title", "shows", "scale", "tokens", "seed", "device", "version"), bad)
+    summary |= {"settings": {bad: [bad]}, "seconds": 1.0, "claims": [row | {"verdict": bad, "reason": bad}]}
+    summary |= {"table": {"columns": [bad], "rows": [[bad]]}}
+    text = html({bad: summary}, {bad: b""})
+    assert "<script>" not in text
+    assert text.count(escape(bad)) >= 22
+    assert bad not in text

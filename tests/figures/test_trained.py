@@ -63,9 +63,9 @@ def test_tables_and_entropies_of_finished_runs(runs, tmp_path):
     assert best["Recover"]["test loss"] == pytest.approx(1.95)
     row = claims(out, "table1")["table1.d18.s100"]
     assert row["value"] == pytest.approx(-0.05)
-    assert row["holds"]
-    assert {id: row["holds"] for id, row in claims(out, "fig6").items()} == {
-        f"fig6.{model}.layer{layer}.lr0.001": True for model in ("preln", "recover") for layer in (1, 7)
+    assert row["verdict"] == "holds"
+    assert {id: row["verdict"] for id, row in claims(out, "fig6").items()} == {
+        f"fig6.{model}.layer{layer}.lr0.001": "holds" for model in ("preln", "recover") for layer in (1, 7)
     }
     scores = json.loads((out / "table2.json").read_text())["table"]["rows"]
     assert [row[5:8] for row in scores] == [["cola", "matthews", 0.2], ["rte", "accuracy", 0.52]] * 2
@@ -132,34 +132,37 @@ def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
         results = [replace(RUN, test_loss=shaped + 0.001 * seed, seed=seed) for seed in range(seeds)]
         results += [replace(RUN, model="preln", test_loss=preln + 0.001 * seed, seed=seed) for seed in range(seeds)]
         (row,) = table1.claims(table1.table1(results))
-        return row["holds"], row.get("reason", "")
+        return row["verdict"], row.get("reason", "")
 
-    assert value(2.0, 2.0) == (True, "")
+    assert value(2.0, 2.0) == ("holds", "")
     worse, reason = value(2.1, 2.0)
-    assert not worse
+    assert worse == "fails"
     assert "0.1" in reason
     alone, reason = value(1.9, 2.0, seeds=1)
-    assert not alone
-    assert "do not prove" in reason
+    assert alone == "not proved"
+    assert "inside the interval" in reason
     results = [replace(RUN, test_loss=2.0 + 0.001 * seed, seed=seed) for seed in range(2)] + [replace(RUN, schedule="learn", test_loss=1.9)]
     results += [replace(RUN, model="preln", test_loss=2.0 + 0.001 * seed, seed=seed) for seed in range(2)]
     (row,) = table1.claims(table1.table1(results))  # Learn's one seed, though the least, is no reason not to look at Recover's two
-    assert row["holds"]
+    assert row["verdict"] == "holds"
     assert "Recover" in row["claim"]
     curves = [
         {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0], "planned": 100, "ended": True, "seed": 0},
         {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2], "planned": 100, "ended": True, "seed": 0},
     ]
-    assert [row["holds"] for row in fig6.claims(curves)] == [False, False]
+    assert [row["verdict"] for row in fig6.claims(curves)] == ["not proved", "not proved"]
     assert fig6.claims([{**curves[0], "lr": 1e-4}]) == []  # the caption speaks of a large learning rate
     assert fig6.claims([{**curves[0], "ended": False}]) == []  # and what is said is of the last step
     (row,) = fig6.claims([curves[0], {**curves[0], "entropy": [0.1], "planned": 50}])
     assert row["value"] == 3.0
-    for seeds, holds in (([0], False), ([0, 0], False), ([0, 1], True)):  # one seed, and that seed again, prove nothing
+    for seeds, outcome in (([0], "not proved"), ([0, 0], "not proved"), ([0, 1], "holds")):  # one seed, and that seed again, prove nothing
         (row,) = fig6.claims([{**curves[0], "entropy": [0.1 + 0.01 * i], "seed": seed} for i, seed in enumerate(seeds)])
-        assert row["holds"] is holds
+        assert row["verdict"] == outcome
     assert row["interval"] == pytest.approx([0.105 - 12.706 * 0.005, 0.105 + 12.706 * 0.005], rel=1e-4)
-    assert not fig6.claims([{**curves[0], "entropy": [0.1 + 0.2 * seed], "seed": seed} for seed in (0, 1)])[0]["holds"]
+    (row,) = fig6.claims([{**curves[0], "entropy": [0.1 + 0.2 * seed], "seed": seed} for seed in (0, 1)])
+    assert row["verdict"] == "not proved"
+    (row,) = fig6.claims([{**curves[0], "entropy": [3.0 + 0.01 * seed], "seed": seed} for seed in (0, 1)])
+    assert row["verdict"] == "fails"
 
 
 def test_one_file_of_runs_is_as_good_as_their_folders(runs, tmp_path, monkeypatch, capsys):
@@ -274,6 +277,10 @@ def test_runs_are_looked_at_before_figures_take_their_time(tmp_path, monkeypatch
         raise AssertionError("too late")
 
     monkeypatch.setattr(reproduce.page("fig7"), "compute", late)
-    for places, word in (([tmp_path / "nowhere"], "nowhere"), ([], "no folder or file")):
+    for ids, places, word in (
+        (["fig7", "table1"], [tmp_path / "nowhere"], "nowhere"),
+        (["fig7", "table1"], [], "no folder or file"),
+        (["fig7"], [tmp_path / "nowhere"], "nowhere"),  # also where no figure would read them
+    ):
         with refused("runs", word):
-            reproduce.reproduce(["fig7", "table1"], tmp_path / "out", runs=places, say=print)
+            reproduce.reproduce(ids, tmp_path / "out", runs=places, say=print)

@@ -1,13 +1,13 @@
-"""Claims: what the paper says, what was measured, and whether it holds.
+"""Claims: what the paper says, what was measured, and the verdict.
 
-A claim is a row {"id", "claim", "tokens", "value", "interval", "relation", "threshold", "holds"}, with a "reason" where it fails.
-Thresholds are constants of the figures, fixed before a run. A claim holds only if the whole 95 % interval lies on the right side.
+A claim is a row {"id", "claim", "tokens", "value", "interval", "relation", "threshold", "verdict"}, with a "reason" unless it holds.
+Thresholds are constants of the figures, fixed before a run. `verdict` is the one rule for all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,39 @@ Row = dict[str, Any]
 Interval = tuple[float, float]
 RESAMPLES = 400
 
+HOLDS, NOT_PROVED, FAILS = VERDICTS = ("holds", "not proved", "fails")
+AT_LEAST, AT_MOST = RELATIONS = ("at least", "at most")
+
 TOLERANCE = 0.02
-"""How far a network of the captions' width may be from the SDE: Kolmogorov-Smirnov distance beyond what two samples of one law show.
+"""How far the law of a network of the captions' width may be from the SDE's: Kolmogorov-Smirnov distance.
 
 "Surprisingly well" (Sec. 1) has no number. Without a tolerance, enough samples tell every finite network from its limit.
 """
-FAMILY = 1.949 / 1.358
-"""Kolmogorov's 99.9 % quantile over his 95 %: a run makes about 50 comparisons, which together may raise a false alarm in 5 % of runs."""
+
+
+def verdict(interval: Sequence[float | None], relation: str, threshold: float) -> str:
+    """Holds: the whole interval is on the right side of the threshold. Fails: the whole interval is on the wrong side. Not proved: the
+    threshold is inside. An end that is None is infinitely far away."""
+    low, high = interval
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if relation == AT_MOST:
+        low, high, threshold = -high, -low, -threshold
+    if low >= threshold:
+        return HOLDS
+    return FAILS if high < threshold else NOT_PROVED
+
+
+def count(rows: Iterable[Row]) -> dict[str, int]:
+    """How many claims have each verdict."""
+    found = [row["verdict"] for row in rows]
+    return {outcome: found.count(outcome) for outcome in VERDICTS}
+
+
+def counted(rows: Sequence[Row]) -> str:
+    """In words, the same on the terminal, in the report and in the documents."""
+    if not rows:
+        return "no claims"
+    return f"{len(rows)} claims: " + ", ".join(f"{outcome} {number}" for outcome, number in count(rows).items())
 
 
 def row(
@@ -39,48 +65,50 @@ def row(
     at_most: float | None = None,
     why: str = "",
 ) -> Row:
-    """One claim, of m tokens if it is about so many, with one threshold; `why` says, where it is known, why it fails if it does."""
-    low, high = interval
+    """One claim, of m tokens if it is about so many, with one threshold; `why`, where known, is why the value is on the wrong side."""
     if at_least is not None:
-        relation, threshold, holds = "at least", at_least, low >= at_least
+        relation, threshold, right = AT_LEAST, at_least, value >= at_least
     else:
         assert at_most is not None
-        relation, threshold, holds = "at most", at_most, high <= at_most
+        relation, threshold, right = AT_MOST, at_most, value <= at_most
+    ends = [float(end) if math.isfinite(end) else None for end in interval]
     made = {
         "id": id if m is None else f"{id}.m{m}",
         "claim": claim,
         "tokens": m,
         "value": float(value),
-        "interval": [float(end) if math.isfinite(end) else None for end in (low, high)],
+        "interval": ends,
         "relation": relation,
         "threshold": float(threshold),
-        "holds": bool(holds),
+        "verdict": verdict(ends, relation, threshold),
     }
-    if holds:
+    if made["verdict"] == HOLDS:
         return made
-    if value >= threshold if at_least is not None else value <= threshold:
-        why = "the value is on the right side, but these samples do not prove it"
-    return made | {"reason": f"measured {value:.4g} [{low:.4g}, {high:.4g}], must be {relation} {threshold:.4g}{why and f': {why}'}"}
+    inside = "the threshold is inside the interval" if made["verdict"] == NOT_PROVED else ""
+    reasons = "; ".join(filter(None, [inside, "" if right else why]))
+    low, high = interval
+    return made | {
+        "reason": f"measured {value:.4g} [{low:.4g}, {high:.4g}], must be {relation} {threshold:.4g}{reasons and f': {reasons}'}"
+    }
+
+
+def distance_interval(distance: Distance) -> Interval:
+    """At least 95 % for the distance of two laws, from that of two samples.
+
+    The two differ by at most the distance of the samples' noise, sup |(F_n - F) - (G_k - G)|. That has the law which permutations show,
+    so it is below the band in 95 % of cases. The bootstrap, which draws from the samples, would be biased upwards as the distance is.
+    """
+    return max(0.0, distance.value - distance.band), min(1.0, distance.value + distance.band)
 
 
 def agreement(id: str, m: int, claim: str, distance: Distance) -> Row:
-    """Two laws agree: their distance is at most what samples of one law stay below, in all comparisons of 95 % of runs, and a tolerance."""
-    threshold = FAMILY * distance.band + TOLERANCE
-    # The distance of two samples is above that of their laws by up to the band, and hardly ever below it by more: the bootstrap, which
-    # draws from the samples, is biased the same way and would miss a true distance of 0 most of the time.
-    low, high = max(0.0, distance.value - distance.band), distance.value + distance.band
-    # The band allows for the sampling noise already: it is the distance itself that is held against it.
-    made = row(id, m, claim, distance.value, (distance.value, distance.value), at_most=threshold)
-    made["interval"] = [low, high]
-    if "reason" in made:
-        made["reason"] = f"the distance {distance.value:.4g} is above the band of one law, {FAMILY * distance.band:.4g}, plus {TOLERANCE:g}"
-    return made | {"band": distance.band, "within_band": distance.within_band}
+    """Two laws agree: their distance is at most the tolerance."""
+    return row(id, m, claim, distance.value, distance_interval(distance), at_most=TOLERANCE) | {"band": distance.band}
 
 
-def separation(id: str, m: int, claim: str, distance: Distance, at_least: float) -> Row:
-    """Two laws are apart: their distance, with its 95 % interval by the bootstrap, is at least so much."""
-    reach = 1.96 * distance.error
-    return row(id, m, claim, distance.value, (distance.value - reach, distance.value + reach), at_least=at_least)
+def separation(id: str, m: int, claim: str, distance: Distance, at_least: float = TOLERANCE) -> Row:
+    """Two laws are apart: their distance is at least so much; by default, more than laws that agree may have."""
+    return row(id, m, claim, distance.value, distance_interval(distance), at_least=at_least) | {"band": distance.band}
 
 
 def student(degrees: int) -> float:

@@ -116,7 +116,7 @@ def output_claims(m: int, samples: dict[str, Output], seed: int) -> list[Row]:
     return [
         agreement("output.entry", m, f"{words} an entry", one),
         agreement("output.product", m, f"{words} the product of two tokens' entries", two),
-        separation("output.not-wide", m, f"it is not N(0, V_0 ⊗ I): {KS} an entry, against the band of one law", wide, wide.band),
+        separation("output.not-wide", m, f"it is not N(0, V_0 ⊗ I): {KS} an entry", wide),
     ]
 
 

@@ -20,7 +20,9 @@ import numpy as np
 
 import shaped
 from shaped.checks import usable
+from shaped.figures import runs as training
 from shaped.figures import store
+from shaped.figures.claims import HOLDS, counted
 from shaped.figures.lab import Lab, NoData, Result
 from shaped.files import write_atomically
 
@@ -53,11 +55,15 @@ def page(id: str) -> Page:
 
 
 def chosen(ids: Sequence[str], runs: Sequence[Path] = ()) -> tuple[str, ...]:
-    """The figures asked for, each once, in the order of the report; all are without those of training, unless there are runs to read."""
+    """The figures asked for, each once, in the order of the report; all are without those of training, unless there are runs to read.
+
+    Runs that cannot be read are an error, whether or not a figure needs them.
+    """
     known = FIGURES + TRAINED
     for id in ids:
         if id not in (*known, "all"):
             raise ValueError(f"figures must be among {', '.join(known)}, or all, got {id!r}")
+    training.settings(tuple(runs))
     everything = known if runs else FIGURES
     return tuple(id for id in known if (id in everything and (not ids or "all" in ids)) or id in ids)
 
@@ -130,7 +136,7 @@ def reproduce(
     for id in wanted:
         if id in TRAINED:
             try:
-                pages[id] = made(id, out, scale, lab, again)
+                pages[id] = made(id, out, scale, lab, again, say)
             except NoData as error:
                 missing[id] = error
     named = [error for id, error in missing.items() if id in ids]
@@ -142,26 +148,24 @@ def reproduce(
     for id in wanted:
         if id in missing:
             continue
-        saved, note = pages[id] if id in pages else made(id, out, scale, lab, again)
-        draw(id, out, saved)
+        saved, note = pages[id] if id in pages else made(id, out, scale, lab, again, say)
         rows = saved.summary["claims"]
         claims += rows
-        held = f"{sum(row['holds'] for row in rows):>3} of {len(rows):>3} claims hold" if rows else "no claims"
-        say(f"{id:<7} {held}  {note}")
+        say(f"{id:<7} {counted(rows)}; {note}")
         for row in rows:
-            if not row["holds"]:
-                say(f"        {row['id']} fails: {row['claim']}: {row['reason']}")
-    say(f"{sum(row['holds'] for row in claims)} of {len(claims)} claims hold")
-    report = write_report(out, FIGURES + TRAINED)
+            if row["verdict"] != HOLDS:
+                say(f"        {row['id']} {row['verdict']}: {row['claim']}: {row['reason']}")
+    say(f"in all  {counted(claims)}")
+    report = write_report(out, FIGURES + TRAINED, say)
     if named:
         raise NoData(f"{named[0]}; the rest is in {report}")
     return report
 
 
-def made(id: str, out: Path, scale: str, lab: Lab, again: bool) -> tuple[store.Saved, str]:
-    """A figure's numbers, from disk or computed now, and how they came about."""
+def made(id: str, out: Path, scale: str, lab: Lab, again: bool, say: Callable[[str], None]) -> tuple[store.Saved, str]:
+    """A figure's numbers, from disk or computed now, drawn, and how they came about."""
     its_key = key(id, scale, lab)
-    saved = None if again else store.load(out, id, its_key)
+    saved = None if again else from_disk(id, out, its_key, say)
     if saved is not None:
         return saved, f"from {out}, computed in {saved.summary['seconds']:.1f} s"
     began = time.perf_counter()
@@ -170,16 +174,36 @@ def made(id: str, out: Path, scale: str, lab: Lab, again: bool) -> tuple[store.S
     seconds = time.perf_counter() - began
     for kind in ("png", "pdf"):  # a picture of other numbers must not stand beside these
         (out / f"{id}.{kind}").unlink(missing_ok=True)
-    return store.save(out, id, its_key, result, seconds), f"{seconds:.1f} s"
+    saved = store.save(out, id, its_key, result, seconds)
+    draw(id, out, saved)
+    return saved, f"{seconds:.1f} s"
+
+
+def from_disk(id: str, out: Path, its_key: dict[str, Any], say: Callable[[str], None]) -> store.Saved | None:
+    """A figure's numbers, drawn, if they are there and whole. What is damaged is said, and computed anew."""
+    try:
+        saved = store.load(out, id, its_key)
+        if saved is not None:
+            draw(id, out, saved)
+    except OSError:
+        raise
+    except Exception as error:  # drawing arrays that are not the figure's can go wrong in any way
+        words = (
+            str(error) if isinstance(error, ValueError) else f"{id}.npz must be the figure's arrays, got {type(error).__name__}, {error}"
+        )
+        say(f"{id:<7} is computed anew: {' '.join(words.split())}")
+        return None
+    return saved
 
 
 def draw(id: str, out: Path, saved: store.Saved) -> None:
     """PNG and PDF, from the saved numbers alone."""
     from shaped.figures.style import styled
 
+    shown = {store.SHOWN: saved.summary["arrays_sha256"]}
     with styled():
         figure = page(id).draw(saved.summary, saved.arrays)
-        for kind, metadata in (("png", {}), ("pdf", {"CreationDate": None})):  # no date: the same numbers give the same files
+        for kind, metadata in (("png", shown), ("pdf", {"CreationDate": None})):  # no date: the same numbers give the same files
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, dpi=220, metadata=metadata)
             write_atomically(out / f"{id}.{kind}", lambda file, buffer=buffer: file.write(buffer.getvalue()))

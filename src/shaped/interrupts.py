@@ -1,0 +1,41 @@
+"""Ctrl-C while the command `shaped` loads, which takes seconds: one line in place of a traceback.
+
+A program that imports the library is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+INTERRUPTED = 130  # what typer returns after Ctrl-C, as shells do
+MESSAGE = "shaped: interrupted; no file is half-written"
+
+
+def is_command() -> bool:
+    """Is this process `shaped …` or `python -m shaped …`?"""
+    return Path(sys.argv[0]).stem == "shaped" or ("-m", "shaped") in pairwise(sys.orig_argv)
+
+
+def leave_at_once(*_: Any) -> None:
+    # An exception would not do: what is raised while a C extension loads, or in a callback, may be swallowed.
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{MESSAGE}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+def while_loading() -> None:
+    """From now on Ctrl-C ends the command at once; there is nothing yet to clean up."""
+    ours = is_command() and threading.current_thread() is threading.main_thread()
+    if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave_at_once)
+
+
+def loaded() -> None:
+    """From now on Ctrl-C is an exception, so that what runs can clean up."""
+    if signal.getsignal(signal.SIGINT) is leave_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

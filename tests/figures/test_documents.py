@@ -1,0 +1,44 @@
+"""README.md and docs/figures.md say of the claims what docs/results has, and that is by the one rule."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from shaped.figures.claims import count, verdict
+from shaped.figures.reproduce import FIGURES, TRAINED
+
+ROOT = Path(__file__).parents[2]
+
+
+def tool():
+    spec = importlib.util.spec_from_file_location("claims_tool", ROOT / "benchmarks" / "claims.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("scale", "ids"), [("paper", FIGURES + TRAINED), ("quick", FIGURES)])
+def test_all_committed_verdicts_are_by_the_one_rule(scale, ids):
+    about = json.loads((ROOT / "docs" / "results" / f"reproduce-{scale}.json").read_text())
+    rows = [row for figure in about["figures"] for row in figure["claims"]]
+    assert [figure["figure"] for figure in about["figures"]] == list(ids)
+    for row in rows:
+        assert row["verdict"] == verdict(row["interval"], row["relation"], row["threshold"]), row["id"]
+    assert (about["claims"], about["verdicts"]) == (len(rows), count(rows))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/figures.md"])
+def test_pages_say_what_the_results_have(page):
+    """`python benchmarks/claims.py` makes them do so."""
+    made, text = tool(), (ROOT / page).read_text()
+    assert made.rewritten(text) == text
+    assert made.rewritten(text.replace("holds 1", "holds 2")) == text
+
+
+def test_every_figure_with_claims_has_its_table():
+    names = {match[1] for match in tool().MARKED.findall((ROOT / "docs" / "figures.md").read_text())}
+    assert names == {*FIGURES, "fig6", "table1", "paper figures"}  # table2 has no claims
