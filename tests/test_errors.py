@@ -88,8 +88,8 @@ PATHS = propagate(samples=4)
         (lambda: shaped.ShapedAttention(0.5, heads=2, mask=torch.zeros(3, 4, 4)), ["mask", "2 heads", "(3, 4, 4)"]),
         (lambda: shaped.ShapedAttention(0.5, identity=0.5), ["identity", "True or False", "0.5"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
         (lambda: shaped.ShapedAttention(0.5, centre="no"), ["centre", "'no'"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
-        (lambda: shaped.ShapedAttention(0.5, temperature=0), ["temperature", "0"]),
-        (lambda: shaped.ShapedAttention(0.5, project=1), ["project", "1"]),
+        (lambda: shaped.ShapedAttention(0.5, temperature=0), ["temperature", "0"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
+        (lambda: shaped.ShapedAttention(0.5, project=1), ["project", "1"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
         (lambda: shaped.ShapedFeedForward(0.5, c_minus=-1e60), ["c_minus", "-1e+60"]),
         (lambda: shaped.alibi(0, 8), ["m must", "0"]),
         (lambda: shaped.gram("x"), ["X must", "'x'"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)

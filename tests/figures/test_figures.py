@@ -7,7 +7,7 @@ from tiny import SETTINGS
 
 from shaped.figures import ensembles, fig2, lab, laws, reproduce, store
 from shaped.figures.lab import Lab
-from shaped.layers import attention
+from shaped.layers import attention, logits, masks
 from stats import generator, seed
 
 
@@ -120,14 +120,15 @@ def test_masks_notices_an_sde_without_attention(monkeypatch):
 
 
 def test_masks_notices_an_sde_that_ignores_the_mask(monkeypatch):
-    whole = attention.resting_attention
-    monkeypatch.setattr(attention, "resting_attention", lambda mask, m, like: whole(None, m, like))
+    whole = logits.resting_attention
+    monkeypatch.setattr(logits, "resting_attention", lambda mask, m, like: whole(None, m, like))
     assert failing(computed("masks")) >= {"masks.first", "masks.ends"}
 
 
 def test_masks_notices_a_layer_both_of_whose_faces_ignore_the_mask(monkeypatch):
     """Network and SDE then agree; that they are not those of full attention is what fails."""
-    monkeypatch.setattr(attention, "logit_bias", lambda mask, m, like: like.new_zeros(m, m))
+    for module in (attention, masks):
+        monkeypatch.setattr(module, "logit_bias", lambda mask, m, like: like.new_zeros(m, m))
     assert failing(computed("masks")) >= {"masks.first.not-full", "masks.ends.not-full"}
 
 
