@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,9 @@ Gamma = Annotated[float, typer.Option(help="Weight of the residual branches.")]
 Tau0 = Annotated[float, typer.Option(help="Temperature.")]
 Heads = Annotated[int, typer.Option(help="Attention heads.")]
 Project = Annotated[bool, typer.Option("--project", help="Add an output projection to attention.")]
-Mask = Annotated[str | None, typer.Option(help="'causal', or nothing.")]
+Mask = Annotated[
+    str | None, typer.Option(help="causal, alibi, or a .npy file with a bias on the logits, [tokens, tokens] or [heads, tokens, tokens].")
+]
 CPlus = Annotated[float, typer.Option(help="Shaped ReLU: positive slope is 1 + c_plus/sqrt(n).")]
 CMinus = Annotated[float, typer.Option(help="Shaped ReLU: negative slope is 1 + c_minus/sqrt(n).")]
 Rho = Annotated[float, typer.Option(help="Correlation of each pair of tokens at the start.")]
@@ -49,6 +52,7 @@ def main() -> None:
     """Runs the command. What the user got wrong is one line on standard error, and exit code 2."""
     try:
         interrupts.loaded()
+        warnings.showwarning = show_warning
         code = app(standalone_mode=False)
         flush()
         if code == interrupts.INTERRUPTED:
@@ -90,6 +94,11 @@ def is_lack_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
+def show_warning(message: Warning | str, *where: Any) -> None:
+    """In one line, without the place in the code."""
+    print(f"shaped: {' '.join(str(message).split())}", file=sys.stderr)
+
+
 def complain(message: str) -> None:
     print(f"shaped: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
@@ -126,7 +135,9 @@ def simulate(
     c_minus: CMinus = -1.0,
     rho: Rho = 0.2,
     samples: Samples = 4096,
-    step: Step = 0.01,
+    step: Annotated[
+        float | None, typer.Option(help="Time step of the SDE; by default at most 0.01, and less where the layers want that.")
+    ] = None,
     seed: Seed = 0,
     method: Annotated[str, typer.Option(help="cone or euler.")] = "cone",
     upper: Upper = 1e4,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shaped.checks import whole_number
 from shaped.covariance import correlation
+from shaped.intervals import share_text
 from shaped.trajectory import Trajectory
 
 Statistic = Callable[[Float[Tensor, "sample m m"]], Float[Tensor, "sample *number"]]
@@ -84,7 +85,8 @@ class Comparison:
     samples: tuple[int, int]
 
     def __str__(self) -> str:
-        lines = [f"{self.samples[0]} and {self.samples[1]} paths; stopped: {self.stopped[0]:.3%} and {self.stopped[1]:.3%}"]
+        stopped = " and ".join(share_text(share, count) for share, count in zip(self.stopped, self.samples, strict=True))
+        lines = [f"{self.samples[0]} and {self.samples[1]} paths; stopped: {stopped}"]
         for name in self.ks:
             lines += [f"{name:>10}  Kolmogorov-Smirnov  {self.ks[name]}", f"{'':>10}  Wasserstein         {self.wasserstein[name]}"]
         return "\n".join(lines)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from shaped.compare import Distance
+from shaped.intervals import share_interval as share_of
 
 Row = dict[str, Any]
 Interval = tuple[float, float]
@@ -127,9 +128,7 @@ def student(degrees: int) -> float:
 
 def share_interval(happened: Bool[np.ndarray, " sample"]) -> tuple[float, Interval]:
     """The share of independent events, with Wilson's 95 % interval, which has a width also where nothing happened."""
-    z, n, share = 1.959964, len(happened), float(happened.mean())
-    centre, spread = share + z**2 / (2 * n), z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
-    return share, (max(0.0, centre - spread) / (1 + z**2 / n) if share else 0.0, min(1.0, (centre + spread) / (1 + z**2 / n)))
+    return float(happened.mean()), share_of(int(happened.sum()), len(happened))
 
 
 def mean_interval(values: Float[np.ndarray, " sample"]) -> tuple[float, Interval]:

@@ -80,6 +80,7 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
             upper=settings.upper,
             executor=executor,
             progress=progress,
+            check=True,
         )
 
     rows = []

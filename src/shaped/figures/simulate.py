@@ -17,7 +17,8 @@ from shaped.checks import positive, whole_number
 from shaped.covariance import equicorrelated
 from shaped.figures.blocks import BlockSettings
 from shaped.figures.density import densities, pairs
-from shaped.limit import solve
+from shaped.intervals import share_text
+from shaped.limit import default_steps, solve
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,7 +34,7 @@ class Settings(BlockSettings):
     width: int = 200
     depth: int = 150
     samples: int = 4096
-    step: float = 0.01
+    step: float | None = None  # chosen by `solve`
     seed: int = 0
     method: str = "cone"
     upper: float | None = 1e4  # a path that large is exploding (Fig. stability); it would drown every mean
@@ -47,14 +48,13 @@ def compute(
     """The summary, which is JSON, and the arrays that `draw` reads."""
     for name in ("tokens", "width", "depth"):
         whole_number(name, getattr(settings, name))
-    positive("step", settings.step)
-    T = settings.depth / settings.width
-    steps = max(1, round(T / settings.step))
+    T, layer = settings.depth / settings.width, settings.layer()
+    steps = default_steps(layer, settings.tokens, T) if settings.step is None else max(1, round(T / positive("step", settings.step)))
     V0 = equicorrelated(settings.tokens, settings.rho)
     frames = max(1, min(64, SERIES_MEMORY // (8 * max(1, settings.samples) * settings.tokens**2)))
     began = time.perf_counter()
     paths = solve(
-        settings.layer(),
+        layer,
         V0,
         T=T,
         steps=steps,
@@ -67,6 +67,7 @@ def compute(
         device=settings.device,
         executor=executor,
         progress=progress,
+        check=settings.samples >= 512,
     )
     seconds = time.perf_counter() - began
     V, rho, stopped = paths.V.cpu().numpy(), paths.rho.cpu().numpy(), paths.stopped.numpy()
@@ -78,6 +79,8 @@ def compute(
         "V": summarise(pairs(V[-1, survived])),
         "variance": summarise(np.diagonal(V[-1, survived], axis1=-2, axis2=-1)),
         "stopped_share": paths.stopped_share,
+        "stopped_interval": list(paths.stopped_interval),
+        "step_effect": asdict(paths.info["step_effect"]) if "step_effect" in paths.info else None,
         "seconds": seconds,
     } | {key: value for key, value in paths.info.items() if key == "projections"}
     arrays = {"t": paths.t.numpy()}
@@ -116,12 +119,14 @@ def table(summary: dict[str, Any]) -> Table:
             error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.3f}"
             percentiles = (f"{x:.3f}" for x in row["percentiles"].values())
             made.add_row(label, f"{row['mean']:.3f}{error}", f"{row['standard_deviation']:.3f}", *percentiles)
+    low, high = summary["stopped_interval"]
+    made.add_row("stopped (95 %)", f"{summary['stopped_share']:.4f} [{low:.4f}, {high:.4f}]")
     return made
 
 
 def remark(summary: dict[str, Any]) -> str:
     settings = summary["settings"]
-    stopped = f"{summary['stopped_share']:.4%} of {settings['samples']} paths stopped"
+    stopped = f"{share_text(summary['stopped_share'], settings['samples'])} of {settings['samples']} paths stopped"
     return f"{stopped}; {settings['steps']} steps in {summary['seconds']:.2f} s; seed {settings['seed']}"
 
 
