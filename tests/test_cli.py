@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
+import shaped
 from shaped import cli, files
 from shaped.figures import laws
 
@@ -26,12 +28,47 @@ def test_simulate_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path
     assert run(monkeypatch, *SMALL, "--out", str(tmp_path)) == 0
     shown = capsys.readouterr().out
     assert "rho (pairs)" in shown
-    assert "paths stopped" in shown
+    assert "stopped: " in shown
+    assert " of 50 paths" in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["simulate.json", "simulate.png"]
     assert (tmp_path / "simulate.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((tmp_path / "simulate.json").read_text())
     assert summary["settings"]["horizon"] == 0.15
     assert summary["settings"]["steps"] == 3
+
+
+def test_simulate_takes_biases_of_heads(monkeypatch, capsys, tmp_path):
+    """ALiBi by its name, or the same biases from a file: the same numbers. What is no such file is refused."""
+    heads = ["--heads", "2", "--project", "--tokens", "3", "--out", str(tmp_path), "--mask"]
+    bias, wrong = tmp_path / "bias.npy", tmp_path / "wrong.npy"
+    np.save(bias, shaped.alibi(3, 2).numpy())
+    found = []
+    for mask in ("alibi", str(bias), "causal"):
+        assert run(monkeypatch, *SMALL, *heads, mask) == 0
+        found.append(json.loads((tmp_path / "simulate.json").read_text())["rho"]["mean"])
+    assert found[0] == found[1] != found[2]
+    capsys.readouterr()
+    np.save(wrong, np.zeros((2, 4, 4)))
+    for mask, words in (
+        (str(wrong), ["mask must be [3, 3] or [2, 3, 3]", "[2, 4, 4]"]),
+        (str(tmp_path / "none.npy"), ["mask must be an array in a .npy file", "none.npy"]),
+        ("diagonal", ["mask must be causal, alibi or a .npy file", "diagonal"]),
+    ):
+        assert run(monkeypatch, *SMALL, *heads, mask) == 2
+        said = capsys.readouterr().err
+        assert all(word in said for word in words)
+        assert said.count("\n") == 1
+
+
+def test_simulate_tells_the_step_and_the_share_that_stopped(monkeypatch, capsys, tmp_path):
+    settings = ["simulate", "--layers", "attention", "--gamma", "0.7", "--tau0", "0.25", "--samples", "512", "--out", str(tmp_path)]
+    assert run(monkeypatch, *settings, "--width", "512", "--depth", "96") == 0
+    summary = json.loads((tmp_path / "simulate.json").read_text())
+    low, high = summary["stopped_interval"]
+    assert 0.0 < low < summary["stopped_share"] < high < 1.0
+    assert summary["settings"]["steps"] == 19
+    assert summary["step_effect"]["pairs"] == 16
+    assert f"stopped: {100 * summary['stopped_share']:.3f} % ({100 * low:.3f} to {100 * high:.3f}) of 512 paths" in capsys.readouterr().out
 
 
 def test_json_is_one_object_and_nothing_else(tmp_path):

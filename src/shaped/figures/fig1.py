@@ -21,7 +21,8 @@ SHOWS = (
     "Right: density of the correlation at the last layer, SDE against network, for the whole Transformer (fig7 has attention alone, as the "
     "paper's caption). Bands are 95 % intervals of the means."
 )
-SCALES = {"quick": laws.Settings(samples=2**9), "paper": laws.Settings()}  # Pre-LN, drawn with its tokens, takes most of the time
+# Pre-LN, drawn with its tokens, takes most of the time.
+SCALES = {"quick": laws.Settings(samples=2**9), "paper": laws.Settings(law_tokens=laws.PROVING)}
 MODELS = ("shaped", "unshaped", "preln")
 
 COLLAPSED = 0.999  # unshaped at the last layer; notes on Fig. 1 left: 1.000 at layer 150

@@ -31,9 +31,16 @@ class Settings:
     rho: float = 0.2
     step: float = 0.01
     samples: int = 2**12
+    law_tokens: int = 0
+    """Tokens of all networks behind a claim about a law: with the captions' samples an agreement within TOLERANCE cannot be proved."""
+
+    def law_samples(self, m: int, lab: Lab) -> int:
+        """Networks of m tokens behind a claim about their law. The more pairs of tokens a network has, the fewer networks it takes."""
+        return max(lab.share(self.samples, m), self.law_tokens // m)
 
 
-SCALES = {"quick": Settings(samples=2**10), "paper": Settings()}
+PROVING = 2**17  # law_tokens at the paper's scale
+SCALES = {"quick": Settings(samples=2**10), "paper": Settings(law_tokens=PROVING)}
 
 
 def settings(scale: str) -> Settings:
@@ -45,9 +52,11 @@ def transformer(settings: Settings) -> Layer:
 
 
 def law_jobs(name: str, settings: Settings, layer: Layer, lab: Lab) -> dict[Key, partial[Arrays]]:
-    return {
-        (name, m, face): job for m in lab.counts for face, job in jobs(ensemble_at(settings, layer, m, lab, step=settings.step)).items()
-    }
+    made = {}
+    for m in lab.counts:
+        ensemble = ensemble_at(settings, layer, m, lab, step=settings.step, samples=settings.law_samples(m, lab), single=True)
+        made |= {(name, m, face): job for face, job in jobs(ensemble).items()}
+    return made
 
 
 def survivors(arrays: Arrays) -> Trajectory:

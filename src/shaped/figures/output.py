@@ -40,7 +40,7 @@ class Settings(laws.Settings):
     outputs: int = 4
 
 
-SCALES = {"quick": Settings(samples=2**11), "paper": Settings()}
+SCALES = {"quick": Settings(samples=2**11), "paper": Settings(law_tokens=laws.PROVING)}
 
 
 def settings(scale: str) -> Settings:
@@ -76,7 +76,7 @@ def compute(settings: Settings, lab: Lab) -> Result:
     layer = laws.transformer(settings)
     jobs: dict[Any, Any] = {}
     for m in lab.counts:
-        whole = ensemble_at(settings, layer, m, lab, step=settings.step)
+        whole = ensemble_at(settings, layer, m, lab, step=settings.step, samples=settings.law_samples(m, lab))
         blocks = parts(whole)
         jobs |= {(m, "network", i): partial(of_network, part, settings.outputs, i) for i, part in enumerate(blocks)}
         jobs[m, "sde", 0] = partial(of_limit, whole, settings.outputs)

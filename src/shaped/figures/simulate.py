@@ -119,15 +119,13 @@ def table(summary: dict[str, Any]) -> Table:
             error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.3f}"
             percentiles = (f"{x:.3f}" for x in row["percentiles"].values())
             made.add_row(label, f"{row['mean']:.3f}{error}", f"{row['standard_deviation']:.3f}", *percentiles)
-    low, high = summary["stopped_interval"]
-    made.add_row("stopped (95 %)", f"{summary['stopped_share']:.4f} [{low:.4f}, {high:.4f}]")
+    made.caption = f"stopped: {share_text(summary['stopped_share'], settings['samples'])} of {settings['samples']} paths"
     return made
 
 
 def remark(summary: dict[str, Any]) -> str:
     settings = summary["settings"]
-    stopped = f"{share_text(summary['stopped_share'], settings['samples'])} of {settings['samples']} paths stopped"
-    return f"{stopped}; {settings['steps']} steps in {summary['seconds']:.2f} s; seed {settings['seed']}"
+    return f"{settings['steps']} steps in {summary['seconds']:.2f} s; seed {settings['seed']}"
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
