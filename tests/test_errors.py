@@ -86,20 +86,11 @@ PATHS = propagate(samples=4)
         (lambda: shaped.ShapedAttention(0.5, heads=0), ["heads", "0"]),
         (lambda: shaped.ShapedAttention(0.5, mask="diagonal"), ["mask", "diagonal"]),
         (lambda: shaped.ShapedAttention(0.5, heads=2, mask=torch.zeros(3, 4, 4)), ["mask", "2 heads", "(3, 4, 4)"]),
-        (lambda: shaped.ShapedAttention(0.5, identity=0.5), ["identity", "True or False", "0.5"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
-        (lambda: shaped.ShapedAttention(0.5, centre="no"), ["centre", "'no'"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
-        (lambda: shaped.ShapedAttention(0.5, temperature=0), ["temperature", "0"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
-        (lambda: shaped.ShapedAttention(0.5, project=1), ["project", "1"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
         (lambda: shaped.ShapedFeedForward(0.5, c_minus=-1e60), ["c_minus", "-1e+60"]),
         (lambda: shaped.alibi(0, 8), ["m must", "0"]),
-        (lambda: shaped.gram("x"), ["X must", "'x'"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
         (lambda: shaped.gram(torch.ones(3)), ["X must", "(3,)"]),
         (lambda: shaped.gram(torch.ones(2, 3).long()), ["X must", "int64"]),
-        (lambda: shaped.correlation(None), ["V must", "None"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
         (lambda: shaped.correlation(torch.ones(3)), ["V must", "(3,)"]),
-        (lambda: shaped.equicorrelated(3, 0.2, dtype=None), ["dtype", "None"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
-        (lambda: solve(check=1), ["check", "1"]),
-        (lambda: LAYER.module(None), ["n must", "None"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
         (lambda: shaped.ShapedAttention(0.5, mask=torch.ones(2, 3)), ["mask", "(2, 3)"]),
         (lambda: shaped.ShapedAttention(0.5, mask=torch.tensor([[0.0, -math.inf], [-math.inf, -math.inf]])), ["mask", "row 1"]),
         (lambda: shaped.ShapedAttention(0.5, mask=torch.eye(2).bool() & torch.tensor([True, False])), ["mask", "row 1"]),
@@ -170,6 +161,36 @@ for name, call in calls.items():
 def test_what_should_be_a_whole_number():
     """In a process of its own, without the type checks of the tests, as users have it."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_TYPE_CHECKS], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+WRONG_TYPES = """
+import torch, shaped
+layer, V0 = shaped.ShapedPerceptron(), torch.eye(3, dtype=torch.float64)
+for name, call, value in (
+    ("identity", lambda x: shaped.ShapedAttention(0.5, identity=x), 0.5),
+    ("centre", lambda x: shaped.ShapedAttention(0.5, centre=x), "no"),
+    ("temperature", lambda x: shaped.ShapedAttention(0.5, temperature=x), 0),
+    ("project", lambda x: shaped.ShapedAttention(0.5, project=x), 1),
+    ("X", shaped.gram, "x"),
+    ("V", shaped.correlation, None),
+    ("dtype", lambda x: shaped.equicorrelated(3, 0.2, dtype=x), None),
+    ("check", lambda x: shaped.solve(layer, V0, T=0.1, seed=0, check=x), 1),
+    ("n", layer.module, None),
+    ("n", lambda x: shaped.ShapedAttention(0.5).module(x), None),
+):
+    try:
+        call(value)
+        print(name, "accepts", value)
+    except ValueError as error:
+        said = str(error)
+        if not said.startswith(name + " must") or repr(value).strip("'") not in said or "\\n" in said:
+            print(name, value, said)
+"""
+
+
+def test_what_is_only_like_a_boolean_or_a_matrix_is_refused():
+    done = subprocess.run([sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, check=True)
     assert done.stdout == ""
 
 

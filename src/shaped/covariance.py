@@ -29,7 +29,8 @@ def correlation(V: Matrix) -> Matrix:
     A token of length zero points nowhere: its correlation with every other token is 0.
     """
     V = as_tensor("V", V)
-    check_square(V, "V")
+    if 0 not in V.shape[:-2]:  # of no paths there are no correlations
+        check_square(V, "V")
     inverse_length = V.diagonal(dim1=-2, dim2=-1).rsqrt()
     inverse_length = torch.where(inverse_length.isfinite(), inverse_length, 0.0)
     rho = (V * inverse_length[..., :, None] * inverse_length[..., None, :]).clamp(-1.0, 1.0)
