@@ -178,6 +178,8 @@ def check_floating(x: Tensor, name: str) -> None:
 def check_covariance(V: Tensor, name: str = "V0") -> None:
     """Raises a ValueError that names what is wrong with a matrix that should be a covariance."""
     check_square(V, name)
+    if V.dtype not in (torch.float32, torch.float64):  # LAPACK has no others
+        raise ValueError(f"{name} must be of torch.float32 or torch.float64, got {V.dtype}")
     if not V.isfinite().all():
         worst = V[~V.isfinite()][0].item()
         raise ValueError(f"{name} must be finite, got an entry {worst}")

@@ -7,6 +7,7 @@ together, or where.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import sys
@@ -179,18 +180,34 @@ def run(
 
 Result = tuple[Tensor, Tensor, int]
 TRIES = 3
+AHEAD = 256  # tasks that an executor has at a time
 
 
 def run_elsewhere(
     executor: Executor, chunks: list[range], job: Callable[[int], Job], advance: Callable[[int], None]
 ) -> Iterator[tuple[int, Result]]:
     """Runs chunks of blocks on an executor and yields each block's result as it comes in."""
-    # As bytes, because torch would pass tensors between processes through shared memory, which ends with the process.
-    bundles = [pickle.dumps([job(block) for block in chunk]) for chunk in chunks]
-    for place, results in scattered(executor, run_chunk, bundles):
+    for place, results in scattered(executor, run_chunk, Bundles(chunks, job)):
         for block, (recorded, ended, count) in zip(chunks[place], results, strict=True):
             yield block, (torch.from_numpy(recorded), torch.from_numpy(ended), count)
         advance(len(chunks[place]))
+
+
+@dataclass(frozen=True)
+class Bundles(Sequence[bytes]):
+    """The jobs of each chunk as bytes, made when they are asked for: all together may not fit into memory.
+
+    As bytes, because torch would pass tensors between processes through shared memory, which ends with the process.
+    """
+
+    chunks: list[range]
+    job: Callable[[int], Job]
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getitem__(self, place: Any) -> Any:
+        return pickle.dumps([self.job(block) for block in self.chunks[place]])
 
 
 def scattered(executor: Executor, work: Callable[[A], R], tasks: Sequence[A]) -> Iterator[tuple[int, R]]:
@@ -198,9 +215,14 @@ def scattered(executor: Executor, work: Callable[[A], R], tasks: Sequence[A]) ->
 
     A task whose worker died is handed in again, up to TRIES times, and at last done here, where a real error shows as itself.
     """
-    waiting = {handed_in(executor, work, task): (place, 1) for place, task in enumerate(tasks)}
+    waiting: dict[Future, tuple[int, int]] = {}
+    left = iter(range(len(tasks)))
     try:
-        while waiting:
+        while True:
+            for place in itertools.islice(left, AHEAD - len(waiting)):
+                waiting[handed_in(executor, work, tasks[place])] = place, 1
+            if not waiting:
+                return
             done, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
                 place, tries = waiting.pop(future)

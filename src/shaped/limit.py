@@ -80,19 +80,21 @@ class HalvedSteps(engine.PointProcess):
     together: ClassVar[int] = 2
     whole: ConeSteps | EulerSteps
     half: ConeSteps | EulerSteps
+    bounds: engine.Bounds
 
     def step(self, state: Point, stream: Normals) -> tuple[Point, None]:
-        fine = Point(matrix=laid_out_like(state.V[1::2], state.V))
-        halves = Recorded(stream), Recorded(stream)
-        for normals in halves:
-            fine, _ = self.half.step(fine, normals)
-        coarse, _ = self.whole.step(Point(matrix=laid_out_like(state.V[::2], state.V)), Summed(stream, *halves))
+        one, other = Recorded(stream), Recorded(stream)
+        middle, _ = self.half.step(Point(matrix=laid_out_like(state.V[1::2], state.V)), one)
+        fine, _ = self.half.step(middle, other)
+        coarse, _ = self.whole.step(Point(matrix=laid_out_like(state.V[::2], state.V)), Summed(stream, one, other))
         V = torch.empty_like(state.V)
-        V[::2], V[1::2] = coarse.V, fine.V
+        V[::2] = coarse.V
+        V[1::2] = torch.where(self.bounds.crossed(middle.V)[:, None, None], middle.V, fine.V)  # who stops half way has stopped
         return Point(matrix=V), None
 
 
 MOST_STEPS = 10**9
+MOST_PARTS = 1000  # of a step
 COARSEST = 0.01  # the longest step that is taken by default
 METHODS: dict[str, type[ConeSteps | EulerSteps]] = {"cone": ConeSteps, "euler": EulerSteps}
 
@@ -135,14 +137,18 @@ def solve(
         chunk: number of samples that a worker takes at a time, rounded to whole blocks; without an executor it has no meaning.
         executor: anything like a concurrent.futures.Executor; samples are then simulated there (see `shaped.workers`).
         progress: show a bar on standard error: None for work of over a second, True, False. Never where that is not a terminal.
-        check: estimate what the step does to the law, by halving it on one of 32 samples: `info["step_effect"]`. A `StepWarning` says so
-            where that is more than the sampling error. By default where `steps` is left out and there are at least 512 samples.
+        check: estimate what the step does to the law at the horizon, by halving it on one of 32 samples: `info["step_effect"]`. A
+            `StepWarning` says so where that is, by three standard errors of the estimate, more than the sampling error. By default where
+            `steps` is left out and there are at least 512 samples.
     """
     check_layer(layer)
     T = positive("T", T)
     chosen = steps is None
     m = (as_tensor("V0", V0).shape or (0,))[-1]
-    steps = whole_number("steps", default_steps(layer, m, T) if steps is None else steps, most=MOST_STEPS)
+    steps = default_steps(layer, m, T) if steps is None else whole_number("steps", steps, most=MOST_STEPS)
+    least = math.ceil(T / MOST_PARTS / min(term.longest(m) for term in layer.terms))
+    if steps < least:
+        raise ValueError(f"steps must be at least {least} for T = {T:g} and {layer!r}, got {steps}")
     if not (isinstance(method, str) and method in METHODS):
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
     if check is not None and not isinstance(check, bool):
@@ -167,8 +173,11 @@ def solve(
     count = paths.V.shape[1] // 32
     if check or (check is None and chosen and count >= 16):
         count = max(count, min(PAIRS, paths.V.shape[1]))
-        starts = engine.checked_start(V0, samples, dtype)[:count].repeat_interleave(2, 0)
-        pairs = engine.run(HalvedSteps(made(terms, h), made(terms, h / 2)), starts, samples=None, record="last", info={}, **how)
+        starts = engine.checked_start(V0, samples, dtype)
+        starts = starts[:: len(starts) // count][:count].repeat_interleave(2, 0)
+        half = made(tuple(term.halved() for term in terms), h / 2)
+        halved = HalvedSteps(made(terms, h), half, engine.Bounds(upper, lower))
+        pairs = engine.run(halved, starts, samples=None, record="last", info={}, **how)
         effect = StepEffect.of(pairs)
         warn_of_step(effect, paths, steps)
         paths.info["step_effect"] = effect
@@ -177,5 +186,7 @@ def solve(
 
 def default_steps(layer: Layer, m: int, T: float) -> int:
     """As many as make a step at most 0.01, and less where the layer's terms want that with m tokens, down to 0.01/16."""
-    longest = min(COARSEST, *(term.longest(m) for term in layer.terms))
-    return max(1, math.ceil(T / max(longest, COARSEST / 16) - 1e-9))
+    longest = max(COARSEST / 16, min(COARSEST, *(term.longest(m) for term in layer.terms)))
+    if T / longest > MOST_STEPS:
+        raise ValueError(f"T must be at most {MOST_STEPS * longest:g}, {MOST_STEPS} steps, got {T:g}")
+    return max(1, math.ceil(T / longest - 1e-9))

@@ -92,6 +92,8 @@ class Stream(Normals):
     """
 
     def __init__(self, seed: int, block: int, *, kind: str = "", dtype: torch.dtype, device: torch.device):
+        self._make_apart = lambda: Stream(seed, block, kind=f"{kind}, apart", dtype=dtype, device=device)
+        self._apart: Stream | None = None
         salt = zlib.crc32(kind.encode())  # the same seed gives the SDE and the network numbers that have nothing to do with each other
         sequence = np.random.SeedSequence(seed, spawn_key=(salt, block))
         self._dtype, self._device = dtype, device
@@ -102,6 +104,10 @@ class Stream(Normals):
             self._torch.manual_seed((first + block) % 2**32)
         else:
             self._torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)  # torch takes seeds below 2^63
+
+    def apart(self) -> Normals:
+        self._apart = self._apart or self._make_apart()
+        return self._apart
 
     def normal(self, *shape: int) -> Tensor:
         if self._device.type == "cpu" and self._dtype == torch.float64:

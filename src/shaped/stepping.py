@@ -15,7 +15,15 @@ from shaped.covariance import correlation
 from shaped.trajectory import Trajectory
 
 PAIRS = 16  # the fewest pairs of paths that an estimate is made of
-WORDS = {"rho_mean": "the mean of rho", "rho_spread": "the spread of rho", "stopped_share": "the share of stopped paths"}
+WORDS = {
+    "rho_mean": "the mean of rho",
+    "rho_spread": "the spread of rho",
+    "log_variance_mean": "the mean of log V",
+    "log_variance_spread": "the spread of log V",
+    "stopped_share": "the share of stopped paths",
+}
+ORDER = dict.fromkeys(WORDS, 1.0) | {"stopped_share": 0.5}
+"""How the error goes with the step. Of the paths that cross a bound, those that come back within a step are missed: sqrt(h)."""
 
 
 class StepWarning(UserWarning):
@@ -26,13 +34,17 @@ class StepWarning(UserWarning):
 class StepEffect:
     """What halving the solver's step changes at the horizon, each with its standard error; None where there is no such number.
 
-    To first order in the step, the solver's whole error is twice that, with the other sign.
+    To first order in the step, the solver's whole error is twice that, with the other sign. In the share of paths that stop at a bound,
+    which goes with the root of the step, it is 3.4 times that.
     """
 
     rho_mean: tuple[float, float] | None
     """Mean of the correlation over pairs of tokens and paths that did not stop."""
     rho_spread: tuple[float, float] | None
     """Its standard deviation over the same."""
+    log_variance_mean: tuple[float, float] | None
+    """Mean of the logarithm of the tokens' variances."""
+    log_variance_spread: tuple[float, float] | None
     stopped_share: tuple[float, float]
     pairs: int
     """Paths that were simulated with both steps."""
@@ -58,13 +70,14 @@ def warn_of_step(effect: StepEffect, paths: Trajectory, steps: int) -> None:
     for name, (_, influence) in moments(paths.V[-1], paths.stopped > paths.t[-1]).items():
         change, doubt = getattr(effect, name) or (0.0, math.inf)
         noise = standard_error(influence) or 1.0 / len(influence)  # nothing stopped, or everything
-        if 2.0 * (abs(change) - 3.0 * doubt) > noise:
+        whole = 1.0 / (1.0 - 0.5 ** ORDER[name])  # the step's error, in units of what halving it changes
+        if whole * (abs(change) - 3.0 * doubt) > noise:
             told.append(f"{WORDS[name]} by {change:+.2g} ± {doubt:.1g} (sampling error {noise:.1g})")
-            more = max(more, 2.0 * abs(change) / noise)
+            more = max(more, (whole * abs(change) / noise) ** (1.0 / ORDER[name]))
     if told:
         wanted = steps * 2 ** math.ceil(math.log2(more))
         warnings.warn(
-            f"steps = {steps} are seen in the law: halving the step changes {', '.join(told)}; steps={wanted} would not be",
+            f"steps = {steps} are seen in the law: halving the step changes {', '.join(told)}; about steps={wanted} would not be",
             StepWarning,
             stacklevel=3,
         )
@@ -75,15 +88,20 @@ def moments(V: Float[Tensor, "sample m m"], running: Bool[Tensor, " sample"]) ->
     running = running.double()
     share = running.mean()
     found = {"stopped_share": (1.0 - share.item(), share - running)}
-    if V.shape[-1] > 1 and share > 0.0:
+    if share == 0.0:
+        return found
+    V = V.double().cpu()
+    numbers = {"log_variance": V.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(V.dtype).tiny).log()}
+    if V.shape[-1] > 1:
         rows, columns = torch.triu_indices(V.shape[-1], V.shape[-1], 1)
-        rho = correlation(V.double().cpu())[:, rows, columns]
-        mean = (running @ rho.mean(1)) / running.sum()
-        squares = (rho - mean).square().mean(1)
+        numbers["rho"] = correlation(V)[:, rows, columns]
+    for name, x in numbers.items():
+        mean = (running @ x.mean(1)) / running.sum()
+        squares = (x - mean).square().mean(1)
         variance = (running @ squares) / running.sum()
         spread = variance.sqrt().item()
-        found["rho_mean"] = mean.item(), running * (rho.mean(1) - mean) / share
-        found["rho_spread"] = spread, running * (squares - variance) / (2.0 * max(spread, 1e-300) * share)
+        found[f"{name}_mean"] = mean.item(), running * (x.mean(1) - mean) / share
+        found[f"{name}_spread"] = spread, running * (squares - variance) / (2.0 * max(spread, 1e-300) * share)
     return found
 
 

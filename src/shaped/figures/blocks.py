@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from shaped.files import read_array
 from shaped.layers import Chain, Layer, ShapedAttention, ShapedFeedForward, ShapedPerceptron, alibi
 from shaped.layers.masks import Mask, checked_mask
@@ -57,4 +55,4 @@ def read_mask(mask: str | None, tokens: int, heads: int) -> Mask:
     if bias.shape not in ((tokens, tokens), (heads, tokens, tokens)):
         wanted = f"[{tokens}, {tokens}] or [{heads}, {tokens}, {tokens}]"
         raise ValueError(f"mask must be {wanted} for {tokens} tokens and {heads} heads, got shape {list(bias.shape)} in {mask}")
-    return checked_mask(bias if bias.dtype == bool else bias.astype(np.float64), heads)
+    return checked_mask(bias, heads)

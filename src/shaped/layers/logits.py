@@ -142,11 +142,14 @@ class MeanChange:
         $C^{\alpha\delta} = V^{\delta\delta} - 2 W^{\alpha\delta}$, up to what does not depend on $\delta$ and so drops out.
         """
         P, v = resting_attention(mask, V.shape[-1], V), V.diagonal(dim1=-2, dim2=-1)
-        W = product(V, P.mT).mT  # P V, since V is symmetric; for the one row of an unmasked P this order is several times faster
+        # K is V of the tokens less the first of them. What all keys share changes neither Q nor S2, but for the query's own length, and its
+        # rounding would drown what is left of them when the tokens collapse.
+        K = V - V[..., :1] - V[..., :1, :] + V[..., :1, :1]
+        W = product(K, P.mT).mT  # P K, since K is symmetric; for the one row of an unmasked P this order is several times faster
         U = product(W, P.mT)
         cross = product(W * W, P.mT)
-        squared = product(product(V * V, P.mT).mT, P.mT) - cross - cross.mT + U * U
-        C = torch.add(v[..., None, :], W, alpha=-2.0)
+        squared = product(product(K * K, P.mT).mT, P.mT) - cross - cross.mT + U * U
+        C = torch.add(K.diagonal(dim1=-2, dim2=-1)[..., None, :], W, alpha=-2.0)
         return cls(P, V, squared, softmax_derivative(P, C) * (0.5 * v[..., :, None]))
 
     def fast(self, time: float) -> Int[Tensor, " fast"]:

@@ -31,7 +31,7 @@ def checked_mask(mask: Any, heads: int) -> Mask:
         bias = torch.where(bias, 0.0, -torch.inf)
     if not bias.dtype.is_floating_point:
         raise ValueError(f"mask must hold booleans or floating point numbers, got {bias.dtype}")
-    bias = bias.to(torch.float64)
+    bias = bias.to("cpu", torch.float64)
     if (bias.isnan() | (bias == torch.inf)).any():
         raise ValueError("mask must hold numbers or -inf, got nan or +inf")
     empty = (bias == -torch.inf).all(-1).nonzero()
@@ -43,7 +43,7 @@ def checked_mask(mask: Any, heads: int) -> Mask:
 def head_masks(mask: Mask, heads: int) -> tuple[Mask, ...]:
     """The mask of each head."""
     if isinstance(mask, Tensor) and mask.ndim == 3:
-        return tuple(mask)
+        return tuple(bias.clone() for bias in mask)  # a view would take all of them along to a worker
     return (mask,) * heads
 
 

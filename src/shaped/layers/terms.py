@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -42,6 +42,10 @@ class Term(ABC):
     @abstractmethod
     def longest(self, m: int) -> float:
         """The longest step of m tokens that the solver should take by itself, wherever V is."""
+
+    def halved(self) -> Term:
+        """The same term, of which a step of half the length is taken in as many parts as the whole."""
+        return self
 
     @abstractmethod
     def plus(self, other: Term) -> Term | None:
@@ -75,6 +79,8 @@ class WeightNoise(Term):
     """
 
     scale: float
+    fineness: float = 1.0
+    """By which the longest step that is not taken in parts is shorter than it need be."""
 
     def drift(self, V: Matrix) -> Matrix:
         return torch.zeros_like(V)
@@ -103,18 +109,22 @@ class WeightNoise(Term):
         share = share / (1.0 + 1.5 * share)  # 1/nu
         if share == 0.0:
             return point
-        degrees = 1.0 / share - torch.arange(m, dtype=L.dtype, device=L.device)
-        spread = 1.0 / (1.0 + (1.0 - 1.0 / degrees).sqrt())  # b², the root of b⁴ - 2 k b² + k = 0 for k degrees
+        left = 1.0 - share * torch.arange(m, dtype=torch.float64)  # k/nu for k = nu - i degrees
+        spread = share / (1.0 + (1.0 - share / left).sqrt())  # b²/nu, b² being the root of b⁴ - 2 k b² + k = 0
+        centre, reach = ((left - spread).sqrt().to(L), spread.sqrt().to(L))
         for _ in range(parts):
-            T = normals.triangles(L, m)
+            T = normals.triangles(L, m).mul_(math.sqrt(share))
             diagonal = T.diagonal(dim1=-2, dim2=-1)
-            diagonal.mul_(spread.sqrt()).add_((degrees - spread).sqrt())
-            L = product(L, T.mul_(math.sqrt(share)))
+            diagonal.mul_(reach / math.sqrt(share)).add_(centre)
+            L = product(L, T)
         return Point(root=L)
 
     def longest(self, m: int) -> float:
-        r"""The longest step that is not taken in parts: $\nu \ge 2(m + 1)$. Near $\nu = m$, W would lose its small eigenvalues."""
-        return 1.0 / (2.0 * (m + 1) * self.scale) if self.scale else math.inf
+        r"""The longest step that is not taken in parts: $\nu$ is at least 20 and $2(m + 1)$. Near m, W would lose its small eigenvalues."""
+        return self.fineness * min(0.05, 0.5 / (m + 1)) / self.scale if self.scale else math.inf
+
+    def halved(self) -> WeightNoise:
+        return replace(self, fineness=self.fineness / 2.0)
 
     def plus(self, other: Term) -> Term | None:
-        return WeightNoise(self.scale + other.scale) if isinstance(other, WeightNoise) else None
+        return replace(self, scale=self.scale + other.scale) if isinstance(other, WeightNoise) else None
