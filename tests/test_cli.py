@@ -305,7 +305,8 @@ def test_ctrl_c_while_it_loads_is_one_line():
 
 
 def test_ctrl_c_in_a_program_that_imports_the_library_is_its_own():
-    script = "import signal, shaped; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    """Also in one that is embedded, and has no arguments at all."""
+    script = "import signal, sys; sys.argv = []; import shaped; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
 
