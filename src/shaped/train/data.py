@@ -298,10 +298,10 @@ def _pack(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype
     """Tokens in rows of `length`: `[CLS]`, then what comes next of the text, documents ended by `[SEP]`. Its counts and hash."""
     first, end = tokenizer.token_to_id(FIRST), tokenizer.token_to_id(END)
     record, row = _record(path), length * np.dtype(dtype).itemsize
+    if path.is_symlink() or not path.is_file():  # what a link leads to is another's
+        remove(path)
     state, digest = _recorded(record, path, row)
     most = None if limit is None else -(-limit // length)
-    if not path.is_file():
-        remove(path)
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(state["rows"] * row)  # what a killed run wrote but did not record
         file.seek(0, os.SEEK_END)
