@@ -197,7 +197,7 @@ def test_what_nobody_reads_is_trained_all_the_same(
     ):
         reading, writing = os.pipe()
         os.close(reading)
-        with os.fdopen(writing, "w") if place == "pipe" else open("/dev/full", "w") as out, monkeypatch.context() as patch:
+        with os.fdopen(writing, "w", 1) if place == "pipe" else open("/dev/full", "w", 1) as out, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", out)
             assert status(patch, *command) == code
         if place == "full":
