@@ -280,6 +280,18 @@ def test_figures_are_finished_though_nobody_reads_their_lines(monkeypatch, tmp_p
     assert (tmp_path / "report.html").exists()
 
 
+def test_standard_output_may_be_closed_or_know_few_characters(tmp_path):
+    """What it cannot show is escaped; the results are written all the same."""
+    command = [sys.executable, "-m", "shaped", *SMALL]
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert (closed.returncode, closed.stderr) == (0, "")
+    assert (tmp_path / "out" / "simulate.json").exists()
+    few = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command, "--out", "\u2297"], capture_output=True, text=True, cwd=tmp_path, env=few)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "written: \\u2297/simulate.json" in done.stdout
+
+
 def test_ctrl_c_while_it_loads_is_one_line():
     """The import of torch takes a second or two."""
     with subprocess.Popen([sys.executable, "-X", "importtime", "-m", "shaped", "--version"], stderr=subprocess.PIPE, text=True) as process:
@@ -293,7 +305,8 @@ def test_ctrl_c_while_it_loads_is_one_line():
 
 
 def test_ctrl_c_in_a_program_that_imports_the_library_is_its_own():
-    script = "import signal, shaped; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    """Also in one that is embedded, and has no arguments at all."""
+    script = "import signal, sys; sys.argv = []; import shaped; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
 

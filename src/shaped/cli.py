@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import typer
 from shaped import __version__, interrupts
 from shaped.checks import whole_numbers
 from shaped.files import make_folder
+from shaped.lines import Lines, complaint, flush
 from shaped.train import commands
 from shaped.train.commands import PLACE
 
@@ -59,7 +59,7 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.exit(code)
     except KeyboardInterrupt:
-        print(interrupts.MESSAGE, file=sys.stderr)
+        complaint(interrupts.MESSAGE)
         sys.exit(interrupts.INTERRUPTED)
     except BrokenPipeError:
         sys.exit(NOBODY_READS)
@@ -75,20 +75,6 @@ def main() -> None:
         complain(usage_error.format_message())
 
 
-def flush() -> None:
-    """Standard output, now: at its end Python would only say that it ignored an error."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        give_up_output()
-        raise
-
-
-def give_up_output() -> None:
-    """What is left in its buffer goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def is_lack_of_memory(error: Exception) -> bool:
     """Python's, a GPU's (whose class is not imported for this), or that of PyTorch's CPU allocator, which has no class of its own."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
@@ -96,11 +82,11 @@ def is_lack_of_memory(error: Exception) -> bool:
 
 def show_warning(message: Warning | str, *where: Any) -> None:
     """In one line, without the place in the code."""
-    print(f"shaped: {' '.join(str(message).split())}", file=sys.stderr)
+    complaint(f"shaped: {' '.join(str(message).split())}")
 
 
 def complain(message: str) -> None:
-    print(f"shaped: {' '.join(message.split())}", file=sys.stderr)
+    complaint(f"shaped: {' '.join(message.split())}")
     sys.exit(2)
 
 
@@ -222,11 +208,11 @@ def reproduce(
     figures_of.chosen(figures or [], runs or [])  # what is no figure is said before anything is made
     how = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again, "runs": runs or []}
     try_folder(out)
-    lines = Lines(out)
+    lines = Lines()
     with working_on(workers, scheduler) as executor:
         report = figures_of.reproduce(figures or [], out, executor=executor, say=lines.say, **how)
     lines.say(f"report: {report}")
-    lines.end()
+    lines.end(out)
 
 
 def chosen(settings: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -240,29 +226,8 @@ def try_folder(out: Path) -> None:
         pass
 
 
-class Lines:
-    """What is printed of work that is on disk. If nobody reads it, or nothing more fits there, the work goes on to its end."""
-
-    def __init__(self, out: Path) -> None:
-        self._out, self._error = out, None
-
-    def say(self, line: str) -> None:
-        if self._error is None:
-            try:
-                print(line, flush=True)
-            except OSError as error:
-                self._error = error
-                give_up_output()
-
-    def end(self) -> None:
-        if isinstance(self._error, BrokenPipeError):
-            raise self._error
-        if self._error is not None:
-            raise ValueError(f"standard output must take what is printed, got {self._error.strerror!r}; the results are in {self._out}")
-
-
 def show(summary: dict[str, Any], table: Callable[[dict[str, Any]], Any], remark: str, written: list[Path], as_json: bool) -> None:
-    lines = Lines(written[0].parent)
+    lines = Lines()
     if as_json:
         lines.say(json.dumps(summary, allow_nan=False))
     else:
@@ -274,7 +239,7 @@ def show(summary: dict[str, Any], table: Callable[[dict[str, Any]], Any], remark
         lines.say(f"written: {' '.join(map(str, written))}")
         if not find_spec("matplotlib"):
             lines.say("no picture: matplotlib is not installed (pip install 'shaped-transformer[plot]')")
-    lines.end()
+    lines.end(written[0].parent)
 
 
 def write_results(out: Path, name: str, summary: dict[str, Any], picture: Callable[[], bytes] | None) -> list[Path]:

@@ -112,9 +112,15 @@ def read_json(path: Path, /, **kinds: Any) -> dict[str, Any]:
     Where `write_sealed` wrote the file, its hash is checked. The seal is not among the entries.
     """
     value = entries(str(path), parse_json(str(path), read_text(path)))
-    if SEAL in value and value.pop(SEAL) != _seal(value):
-        raise ValueError(f"{path} must be as it was written, got another content than its seal says")
-    return entries(str(path), value, **kinds)
+    return entries(str(path), _unsealed(path, value) if SEAL in value else value, **kinds)
+
+
+def read_sealed(path: Path, /, **kinds: Any) -> dict[str, Any]:
+    """The same of a file that `write_sealed` wrote: one without a seal is refused."""
+    value = entries(str(path), parse_json(str(path), read_text(path)))
+    if SEAL not in value:
+        raise ValueError(f"{path} must have the entry {SEAL!r} that it was written with, got none")
+    return entries(str(path), _unsealed(path, value), **kinds)
 
 
 def entries(name: str, value: Any, /, **kinds: Any) -> dict[str, Any]:
@@ -136,6 +142,14 @@ def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
     """Writes an object with its hash, by which `read_json` knows whether it was damaged."""
     plain = json.loads(json.dumps(value, allow_nan=False))
     write_json(path, plain | {SEAL: _seal(plain)})
+
+
+def _unsealed(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    """The other entries, if the seal is their hash."""
+    others = {key: entry for key, entry in value.items() if key != SEAL}
+    if value[SEAL] != _seal(others):
+        raise ValueError(f"{path} must be as it was written, got another content than its seal says")
+    return others
 
 
 def _seal(value: dict[str, Any]) -> str:

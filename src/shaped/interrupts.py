@@ -19,7 +19,7 @@ MESSAGE = "shaped: interrupted; no file is half-written"
 
 def is_command() -> bool:
     """Is this process `shaped …` or `python -m shaped …`?"""
-    return Path(sys.argv[0]).stem == "shaped" or ("-m", "shaped") in pairwise(sys.orig_argv)
+    return [Path(name).stem for name in sys.argv[:1]] == ["shaped"] or ("-m", "shaped") in pairwise(sys.orig_argv)
 
 
 def leave_at_once(*_: Any) -> None:

@@ -66,6 +66,7 @@ def test_a_reason_has_the_numbers_and_what_is_known():
 def test_verdicts_are_counted_in_the_same_words():
     rows = [row("x", None, "words", 0.0, interval, at_most=1.0) for interval in ((0, 1), (0, 2), (0, 2), (2, 3))]
     assert counted(rows) == "4 claims: holds 1, not proved 2, fails 1"
+    assert counted(rows[:1]).startswith("1 claim: ")
     assert counted([]) == "no claims"
 
 

@@ -14,7 +14,7 @@ from refusals import refused
 from shaped.figures import lab, reproduce, store
 from shaped.figures.lab import Lab
 from shaped.figures.report import html
-from shaped.files import write_sealed
+from shaped.files import write_json, write_sealed
 from shaped.workers import LocalWorkers
 
 QUICK = ("fig7", "fig8")
@@ -103,6 +103,25 @@ def forge(out, arrays: bytes | None = None, **changed):
         (out / "fig7.npz").write_bytes(arrays)
         summary["arrays_sha256"] = hashlib.sha256(arrays).hexdigest()
     write_sealed(out / "fig7.json", summary)
+
+
+def test_what_has_lost_its_seal_or_its_tokens_is_left_out_of_the_report(tmp_path):
+    """With a word. That what is trained has null for its tokens does not make them dispensable."""
+    run(tmp_path)
+    path = tmp_path / "fig7.json"
+    whole = json.loads(path.read_text())
+    others = {name: value for name, value in whole.items() if name not in ("seal", "tokens")}
+    claims = [{name: value for name, value in row.items() if name != "tokens"} for row in whole["claims"]]
+    unsealed = others | {"tokens": whole["tokens"]}
+    for write, summary, words in (
+        (write_json, unsealed, "must have the entry 'seal'"),
+        (write_sealed, others, "fig7.json must have tokens"),
+        (write_sealed, unsealed | {"claims": claims}, "a claim in fig7.json must have tokens"),
+    ):
+        write(path, summary)
+        report, lines = run(tmp_path, "fig8")
+        assert any(line.startswith("fig7    is not in the report") and words in line for line in lines)
+        assert 'id="fig7"' not in report.read_text()
 
 
 def test_foreign_files_with_the_right_hash_are_computed_again(tmp_path, counted):

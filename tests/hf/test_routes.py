@@ -93,6 +93,24 @@ def test_another_attention_is_honoured_and_what_that_means_is_said(name, route, 
     assert "attn_implementation" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
+@pytest.mark.parametrize("choice", ["sdpa", None])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+def test_it_is_said_once_on_every_route(name, choice, tmp_path):
+    """Also where the choice overrides that of a config which was read before."""
+    model = from_config(name, None)
+    model.save_pretrained(tmp_path)
+    for load in (
+        lambda: AUTO[name].from_pretrained(tmp_path, attn_implementation=choice),
+        lambda: type(model).from_pretrained(pretrained_model_name_or_path=tmp_path, attn_implementation=choice),
+        lambda: AUTO[name].from_pretrained(tmp_path, config=AutoConfig.from_pretrained(tmp_path), attn_implementation=choice),
+        lambda: type(model).from_pretrained(tmp_path, config=AutoConfig.from_pretrained(tmp_path), attn_implementation=choice),
+        lambda: AUTO[name].from_config(AutoConfig.from_pretrained(tmp_path), attn_implementation=choice),
+    ):
+        with pytest.warns(UserWarning, match=f"attn_implementation={choice!r} drops the shaping") as said:
+            assert load().config._attn_implementation == "sdpa"
+        assert len(said) == 1
+
+
 @pytest.mark.parametrize("make", [bert, gpt2, llama])
 def test_the_way_back_is_open_by_default_and_from_every_route(make, tmp_path):
     """Also for a model that was shaped by name before it was by `shape`: what comes back is stock after it was saved, too."""

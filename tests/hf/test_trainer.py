@@ -218,6 +218,17 @@ def test_diagnostics_of_what_is_compared_with(block, tmp_path):
     assert len(callback.history[0]["entropy"]) == 2
 
 
+def test_diagnostics_see_the_same_under_eager(tmp_path):
+    rows = []
+    for choice in ("shaped", "eager"):
+        model, callback = model_of("fixed"), DiagnosticsCallback(every=1)
+        model.set_attn_implementation(choice)
+        trainer_of(model, tmp_path / choice, [callback], steps=1).train()
+        rows.append(callback.history[0]["entropy"])
+    assert rows[0] == pytest.approx(rows[1])
+    assert len(rows[0]) == 2
+
+
 def test_diagnostics_refuse_what_they_cannot_see_and_leave_nothing_behind(tmp_path):
     with refused("attn_implementation", "sdpa"):
         trainer_of(stock_model(bert, "sdpa").float(), tmp_path, [DiagnosticsCallback()], steps=1).train()

@@ -182,11 +182,14 @@ def test_settings_that_changed_are_not_those_of_the_run(tiny: Settings):
     path = settings.out / "settings.toml"
     assert read_settings(settings.out) == replace(settings, minutes=0.0)
     path.write_text(path.read_text().replace("lr = 0.01", "lr = 0.02", 1))
-    with refused(str(path), "first line"):
+    with refused(str(path), "first line", "delete the file"):
         quiet(settings)
     with refused(str(path), "first line"):
         trained([settings.out])
     assert Settings.from_toml(path).lr == 0.02  # for another run it is a file like any other
+    path.unlink()
+    quiet(settings)
+    assert read_settings(settings.out) == settings
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
@@ -320,7 +323,7 @@ def test_the_recipe_that_won_is_the_default_and_the_papers_a_preset(tmp_path: Pa
         with refused("preset must be one of paper", repr(wrong)):
             Settings.of(places | {"preset": wrong})
     path.write_text(Settings.of(places).to_toml())  # it has every setting, so that nothing is left for a preset
-    with refused("preset", str(path)):
+    with refused("preset must change a setting", str(path), "delete from the file", "recover_steps, tau0"):
         Settings.from_toml(path, preset="paper")
     assert PRESETS["paper"] == paper
 

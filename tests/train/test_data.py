@@ -401,6 +401,34 @@ def test_a_damaged_tokenizer_is_made_anew(
     assert sorted(path.name for path in out.iterdir()) == ["data.json", "request.json", "tokenizer", "train.bin", "valid.bin"]
 
 
+def test_what_a_link_leads_to_is_left_alone(prepared: Path, text: Path, tmp_path: Path):
+    """Where an array is to be made, a link is replaced and not followed."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere.bin"
+    shutil.copytree(prepared, out)
+    elsewhere.write_bytes(b"another's")
+    (out / "train.bin").unlink()
+    (out / "train.bin").symlink_to(elsewhere)
+    (out / "data.json").unlink()
+    data.prepare([str(text)], out, say=lambda line: None, **HOW).verify()
+    assert elsewhere.read_bytes() == b"another's"
+    assert not (out / "train.bin").is_symlink()
+
+
+def test_what_is_beside_the_files_of_a_tokenizer_is_no_part_of_it(prepared: Path, text: Path, tmp_path: Path):
+    """Such as what Jupyter and file managers leave."""
+    out = tmp_path / "data"
+    shutil.copytree(prepared, out)
+    (out / "tokenizer" / ".ipynb_checkpoints").mkdir()
+    (out / "tokenizer" / ".DS_Store").write_text("a file")
+    data.load(out).verify()
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    said: list[str] = []
+    made = data.prepare([str(text)], out, say=said.append, **HOW)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
+    assert said == []
+    assert made.tokenizer_files() == made.facts["tokenizer"]
+
+
 def test_a_folder_from_before_tokenizers_had_hashes_is_read(prepared: Path, text: Path, tmp_path: Path):
     out = tmp_path / "out"
     shutil.copytree(prepared, out)

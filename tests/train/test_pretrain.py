@@ -1,5 +1,6 @@
 """Training: every kind of model learns, Recover ends at the vanilla network, and what breaks is named."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,7 +54,11 @@ def test_recover_ends_at_the_vanilla_network(tiny: Settings):
         assert torch.equal(plain(ids).logits, shaped_logits)
 
 
-def test_a_finished_run_loads_with_the_auto_classes(tiny: Settings):
+def test_a_finished_run_loads_with_the_auto_classes(tiny: Settings, tmp_path: Path):
+    """Also where tools have left something beside the tokenizer, which does not come along."""
+    shutil.copytree(tiny.data, tmp_path / "data")
+    (tmp_path / "data" / "tokenizer" / ".ipynb_checkpoints").mkdir()
+    tiny = replace(tiny, data=tmp_path / "data")
     said: list[str] = []
     run = Run(replace(tiny, steps=40), 0, 1, said.append, False, {})
     result = run.finish()

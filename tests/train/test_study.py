@@ -1,6 +1,8 @@
 """Studies: a queue of runs that goes on after whatever happens to one of them."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,3 +181,28 @@ def test_the_studies_here_can_be_read(path: Path):
     runs, _, _ = study.plan(path)
     assert len(runs) >= 3
     assert all(settings.keep == 0 or settings.save_model for settings in runs.values())
+
+
+@pytest.mark.parametrize(("place", "code"), [("pipe", 1), ("full", 2)])
+def test_what_nobody_reads_is_trained_all_the_same(
+    tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, code: int
+):
+    """By a study and by pretrain, into a pipe that is closed and to a device that is full, whose error is said at the end."""
+    short = replace(tiny, steps=4, warmup=1, recover_steps=2)
+    file, config = study_file(short, tmp_path, '[[run]]\nname = "one"\n[[run]]\nname = "two"\n'), tmp_path / "config.toml"
+    config.write_text(short.to_toml())
+    for command, folders in (
+        (["study", str(file)], [tmp_path / "runs" / "one", tmp_path / "runs" / "two"]),
+        (["pretrain", "--config", str(config)], [tiny.out]),
+    ):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with os.fdopen(writing, "w", 1) if place == "pipe" else open("/dev/full", "w", 1) as out, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", out)
+            assert status(patch, *command) == code
+        if place == "full":
+            os.close(writing)
+            said = capsys.readouterr().err.splitlines()[-1]
+            results = tiny.out if command[0] == "pretrain" else tmp_path / "runs"
+            assert said == f"shaped: standard output must take what is printed, got 'No space left on device'; the results are in {results}"
+        assert all((folder / "result.json").exists() for folder in folders)

@@ -52,7 +52,8 @@ def counted(rows: Sequence[Row]) -> str:
     """In words, the same on the terminal, in the report and in the documents."""
     if not rows:
         return "no claims"
-    return f"{len(rows)} claims: " + ", ".join(f"{outcome} {number}" for outcome, number in count(rows).items())
+    claims = "claim" if len(rows) == 1 else "claims"
+    return f"{len(rows)} {claims}: " + ", ".join(f"{outcome} {number}" for outcome, number in count(rows).items())
 
 
 def row(

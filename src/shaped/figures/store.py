@@ -20,7 +20,7 @@ import numpy as np
 
 from shaped.figures.claims import HOLDS, RELATIONS, verdict
 from shaped.figures.lab import Result
-from shaped.files import entries, open_regular, read_json, write_atomically, write_sealed
+from shaped.files import entries, open_regular, read_sealed, write_atomically, write_sealed
 
 TEXTS = ("figure", "title", "shows", "version", "code", "scale", "device", "arrays_sha256")
 FIELDS = dict.fromkeys(TEXTS, str) | {"seed": int, "settings": dict, "seconds": float, "claims": list, "table": dict}
@@ -60,7 +60,7 @@ def load(folder: Path, id: str, key: dict[str, Any]) -> Saved | None:
 def read_summary(path: Path) -> dict[str, Any]:
     """The .json of a figure: no entry but those it has, each of its type, every verdict as the rule has it."""
     try:
-        name, summary = path.name, read_json(path, **FIELDS)
+        name, summary = path.name, read_sealed(path, **FIELDS)
     except FileNotFoundError:
         raise ValueError(f"{path.name} must be beside the figure's other files, got none") from None
     for entry in sorted(summary.keys() - FIELDS.keys() - {"tokens"}):
@@ -76,7 +76,9 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def _check_tokens(name: str, value: dict[str, Any]) -> None:
-    if value.get("tokens") is not None:  # what is trained has no number of them
+    if "tokens" not in value:
+        raise ValueError(f"{name} must have tokens (int or null), got none")
+    if value["tokens"] is not None:  # what is trained has no number of them
         entries(name, value, tokens=int)
 
 

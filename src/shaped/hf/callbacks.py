@@ -14,6 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from shaped.checks import whole_number
 from shaped.files import write_atomically
 from shaped.hf import attention
+from shaped.hf.configuration import ShapedConfig
 from shaped.nn.diagnostics import attention_entropy, token_correlation
 from shaped.nn.schedules import Schedule, chosen
 
@@ -58,8 +59,9 @@ class DiagnosticsCallback(TrainerCallback):
         self._stop_watching()
         if not layers(kwargs["model"]):
             raise ValueError(f"model must have self-attention by the attention interface, got {type(kwargs['model']).__name__}")
-        chosen = getattr(getattr(kwargs["model"], "config", None), "_attn_implementation", attention.NAME)
-        if chosen != attention.NAME:
+        config = getattr(kwargs["model"], "config", None)
+        chosen = getattr(config, "_attn_implementation", attention.NAME)
+        if chosen != attention.NAME and not (chosen == "eager" and isinstance(config, ShapedConfig)):  # there it is the same attention
             raise ValueError(f"model must have attn_implementation='{attention.NAME}' for its attention to be seen, got {chosen!r}")
         path = self._path(args)
         self.history = [row for row in _rows(path) if row["step"] < state.global_step] if path.exists() else []

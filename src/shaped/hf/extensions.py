@@ -31,8 +31,13 @@ def extend_transformers() -> None:
     ):
         stock = getattr(owner, name)
         setattr(owner, name, wraps(stock)(extend(stock)))
-    read: Any = PreTrainedConfig.from_dict
-    setattr(PreTrainedConfig, "from_dict", classmethod(saying_what_is_dropped(read.__func__)))  # noqa: B010
+    for owner, name, extend in (
+        (PreTrainedConfig, "from_dict", saying_what_is_dropped),
+        (PreTrainedModel, "from_pretrained", saying_what_is_overridden),
+        (PreTrainedModel, "_from_config", saying_what_is_overridden),
+    ):
+        stock = getattr(owner, name).__func__
+        setattr(owner, name, classmethod(wraps(stock)(extend(stock))))
     allow_output_attentions()
     setattr(PreTrainedModel, "extended_by_shaped", True)  # noqa: B010
 
@@ -114,15 +119,32 @@ def shaped_parts(config: PreTrainedConfig) -> str | dict[str, Any] | None:
 def saying_what_is_dropped(from_dict: Callable[..., Any]) -> Callable[..., Any]:
     """An explicit choice of another attention is honoured; that it is another function must be said."""
 
-    @wraps(from_dict)
     def read(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        saved, choice = config_dict.get("attn_implementation"), kwargs.get("attn_implementation")
         has_gains = config_dict.get("shaped") or issubclass(cls, ShapedConfig)  # the model itself then says it
-        if NAME in str(saved) and choice is not None and NAME not in str(choice) and not has_gains:
-            warn_of(choice, cls)
+        if drops(config_dict.get("attn_implementation"), kwargs) and not has_gains:
+            warn_of(kwargs["attn_implementation"], cls)
         return from_dict(cls, config_dict, **kwargs)
 
     return read
+
+
+def saying_what_is_overridden(load: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where the choice stands beside a config that was read before. One that `from_dict` has seen has it already."""
+
+    def loaded(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config", args[0] if args else None)
+        if isinstance(config, PreTrainedConfig):
+            has_gains = getattr(config, "shaped", None) or isinstance(config, ShapedConfig)
+            if drops(shaped_parts(config), kwargs) and not has_gains:
+                warn_of(kwargs["attn_implementation"], config)
+        return load(cls, *args, **kwargs)
+
+    return loaded
+
+
+def drops(before: Any, given: dict[str, Any]) -> bool:
+    """Is another attention among the arguments than the shaped one before? None is one too: transformers then chooses."""
+    return NAME in str(before) and "attn_implementation" in given and NAME not in str(given["attn_implementation"])
 
 
 def is_dropped(config: PreTrainedConfig) -> bool:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from shaped.checks import whole_numbers
+from shaped.lines import Lines, complaint
 from shaped.train import settings as training
 
 app = typer.Typer(rich_markup_mode=None)
@@ -47,13 +48,15 @@ def prepare(
     from shaped.train import data
 
     how: dict[str, Any] = {"vocab": vocab, "length": length, "valid_share": valid_share, "cased": cased, "tokens": tokens}
-    made = data.prepare(text, out, valid=valid, say=complaint, **how)
+    lines = Lines()
+    made = data.prepare(text, out, valid=valid, progress=is_terminal(), say=complaint, **how)
     for part in ("train", "valid"):
         about = made.facts[part]
         cut = ", stopped at the limit: the rest is left out" if about["stopped_at_limit"] else ""
-        print(f"{part}: {about['documents']} documents, {about['tokens']} tokens in {about['rows']} rows of {made.length}{cut}")
-    print(f"vocabulary: {made.vocab}")
-    print("written:", out)
+        lines.say(f"{part}: {about['documents']} documents, {about['tokens']} tokens in {about['rows']} rows of {made.length}{cut}")
+    lines.say(f"vocabulary: {made.vocab}")
+    lines.say(f"written: {out}")
+    lines.end(out)
 
 
 def from_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -98,17 +101,17 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
     from shaped.train.processes import is_first
 
     settings = training.Settings.from_toml(config, **given) if config else training.Settings.of(given)
-    if is_first():
-        print(settings.to_toml())
+    lines = Lines()
+    say = lines.say if is_first() else (lambda line: None)
+    say(settings.to_toml())
     try:
-        result = loop.pretrain(settings, progress=sys.stderr.isatty(), say=complaint)
+        result = loop.pretrain(settings, progress=is_terminal(), say=complaint)
     except loop.Stopped as stopped:
-        if is_first():
-            print(stopped)
+        say(stopped)
         raise typer.Exit(UNFINISHED) from None
-    if is_first():
-        print(f"train loss {result.train_loss:.4f}, test loss {result.test_loss:.4f}")
-        print("written:", settings.out)
+    say(f"train loss {result.train_loss:.4f}, test loss {result.test_loss:.4f}")
+    say(f"written: {settings.out}")
+    lines.end(settings.out)
 
 
 @app.command()
@@ -127,14 +130,16 @@ def study(
     from shaped.train import study as queue
 
     overrides = {"minutes": minutes, "out": None if out is None else str(out), "data": None if data is None else str(data)}
-    summary = queue.study(file, only=only or (), progress=sys.stderr.isatty(), **overrides)
+    lines, folder = Lines(), queue.plan(file, **overrides)[2]
+    summary = queue.study(file, only=only or (), say=lines.say, progress=is_terminal(), **overrides)
     diverged = sum(bool(run["why"]) for run in summary["unfinished"])
     left = {run["name"] for run in summary["unfinished"] if not run["why"]} - summary["failed"].keys()
-    print(f"{len(summary['runs'])} finished, {diverged} diverged, {len(summary['failed'])} failed, {len(left)} unfinished")
+    lines.say(f"{len(summary['runs'])} finished, {diverged} diverged, {len(summary['failed'])} failed, {len(left)} unfinished")
     if summary["failed"]:
         raise typer.Exit(1)
     if left & set(only or left):
         raise typer.Exit(UNFINISHED)
+    lines.end(folder)
 
 
 @app.command()
@@ -149,8 +154,10 @@ def collect(
     if not found:
         raise ValueError(f"runs must have been begun by `shaped pretrain`, got none in {', '.join(map(str, runs))}")
     collection.collect(found, out)
-    print(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
-    print("written:", out)
+    lines = Lines()
+    lines.say(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
+    lines.say(f"written: {out}")
+    lines.end(out)
 
 
 @app.command()
@@ -174,24 +181,25 @@ def glue(
     how: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": batch, "warmup": warmup, "device": device, "compile": compile}
     tasks = [tuning.GlueSettings(task=name, seeds=whole_numbers("seeds", seeds), **how) for name in task]
     steppers: dict[Any, Any] = {}
-    diverged = False
+    lines, diverged = Lines(), False
     for run in runs:
         for settings in tasks:
             try:
-                summary = tuning.glue(run, settings, data, say=(lambda line: None) if as_json else print, steppers=steppers)
+                summary = tuning.glue(run, settings, data, say=(lambda line: None) if as_json else lines.say, steppers=steppers)
             except tuning.Diverged as error:  # the others may not
                 complaint(f"shaped: {run}, {settings.task}: {error}")
                 diverged = True
                 continue
             if as_json:
-                print(json.dumps(summary, allow_nan=False))
+                lines.say(json.dumps(summary, allow_nan=False))
                 continue
             for name in ("matthews", "accuracy", "f1"):
                 spread = "" if summary[name]["std"] is None else f" ± {summary[name]['std']:.3f}"
-                print(f"{name}: {summary[name]['mean']:.3f}{spread} over {len(settings.seeds)} seeds")
-            print("written:", run / f"glue-{settings.task}.json")
+                lines.say(f"{name}: {summary[name]['mean']:.3f}{spread} over {len(settings.seeds)} seeds")
+            lines.say(f"written: {run / f'glue-{settings.task}.json'}")
     if diverged:
         raise typer.Exit(1)
+    lines.end(*runs)
 
 
 def needs(*packages: str) -> None:
@@ -200,6 +208,6 @@ def needs(*packages: str) -> None:
         raise ValueError(f"training needs {', '.join(missing)} (pip install 'shaped-transformer[train]')")
 
 
-def complaint(line: str) -> None:
-    """What a run says while it goes: on standard error, where the progress is."""
-    print(line, file=sys.stderr, flush=True)
+def is_terminal() -> bool:
+    """Does someone see the progress?"""
+    return sys.stderr is not None and sys.stderr.isatty()

@@ -23,7 +23,7 @@ from shaped.checks import in_range, whole_number
 from shaped.files import entries, open_regular, read_json, remove, sha256, write_sealed
 from shaped.train.lock import alone
 from shaped.train.text import Line, fingerprint, is_file, lines
-from shaped.train.tokenizer import END, FIRST, SPECIAL, fault_of, hashes_of, load_tokenizer, make_tokenizer
+from shaped.train.tokenizer import END, FIRST, SPECIAL, changed, fault_of, hashes_of, load_tokenizer, make_tokenizer
 
 PARTS = ("train", "valid")
 CHUNK, CHARACTERS = 20_000, 4_000_000
@@ -75,6 +75,11 @@ class Data:
         fault = self.fault_of_tokenizer()
         if fault and (tokenizer or fault != "none"):
             raise ValueError(f"data must have the tokenizer of data.json, got {fault}: prepare {self.folder} again")
+
+    def tokenizer_files(self) -> dict[str, str]:
+        """The hashes of the tokenizer's files, without what is beside them; older folders do not say which those are."""
+        recorded = self.facts.get("tokenizer", {})
+        return {name: made for name, made in hashes_of(self.folder / "tokenizer").items() if not recorded or name in recorded}
 
     def fault_of_tokenizer(self) -> str:
         return fault_of(self.folder / "tokenizer", self.facts.get("tokenizer", {}), self.vocab)
@@ -180,7 +185,8 @@ def _make(out: Path, request: dict[str, Any], whole: dict[str, Any], text: list[
     with _bar(progress) as bar:
         if "tokenizer" not in whole:
             make_tokenizer(folder, lambda: _training_text(text, valid, valid_share, bar("tokenizer", text)), vocab, length, cased)
-            write_sealed(_record(folder), {"files": hashes_of(folder)})
+            whole = whole | {"tokenizer": hashes_of(folder)}
+            write_sealed(_record(folder), {"files": whole["tokenizer"]})
         tokenizer = load_tokenizer(folder)
         size = tokenizer.get_vocab_size()
         dtype = "uint16" if size <= 1 << 16 else "uint32"
@@ -198,7 +204,7 @@ def _make(out: Path, request: dict[str, Any], whole: dict[str, Any], text: list[
             f"text must fill rows of {length} tokens to train on and to test with, got {counts}: "
             "more text, blank lines between its documents, more of them held out (valid_share), or a test text of its own (valid)"
         )
-    facts = {"format": 1, "vocab": size, "length": length, "dtype": dtype, "special": IDS, "tokenizer": hashes_of(folder)}
+    facts = {"format": 1, "vocab": size, "length": length, "dtype": dtype, "special": IDS, "tokenizer": whole["tokenizer"]}
     write_sealed(out / "data.json", facts | parts | {"request": request})
     for name in ("tokenizer", *(f"{part}.bin" for part in parts)):
         _record(out / name).unlink(missing_ok=True)
@@ -217,21 +223,21 @@ def _whole_parts(out: Path, say: Callable[[str], object]) -> dict[str, Any]:
         return {}
     whole: dict[str, Any] = {part: made.facts[part] for part in PARTS if made.is_whole(part)}
     if fault := made.fault_of_tokenizer():
-        say(f"the tokenizer in {out} is {fault}: it is made anew, and the arrays with it")
+        say(f"{out / 'tokenizer'} must be the tokenizer that was written, got {fault}: it is made anew, and the arrays with it")
         return {}
     for part in PARTS:
         if part not in whole and not _record(out / f"{part}.bin").exists():  # with a record it is being made anew since an earlier call
             say(f"{part}.bin in {out} is not what was written: it is made anew")
             for name in (f"{part}.bin", f"{part}.bin.xz"):
                 remove(out / name)
-    return whole | {"tokenizer": hashes_of(out / "tokenizer")}
+    return whole | {"tokenizer": made.tokenizer_files()}
 
 
 def _whole_tokenizer(out: Path, say: Callable[[str], object]) -> dict[str, Any]:
     """The hashes of the tokenizer of a folder that is not finished, if its files are as recorded."""
     with suppress(OSError, ValueError):
         files = read_json(_record(out / "tokenizer"), files=dict)["files"]
-        if files == hashes_of(out / "tokenizer"):
+        if files and not changed(out / "tokenizer", files):
             return {"tokenizer": files}
     say(f"the tokenizer in {out} is not what was written: all is made anew")
     for part in PARTS:  # their rows may be of another tokenizer
@@ -292,10 +298,10 @@ def _pack(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype
     """Tokens in rows of `length`: `[CLS]`, then what comes next of the text, documents ended by `[SEP]`. Its counts and hash."""
     first, end = tokenizer.token_to_id(FIRST), tokenizer.token_to_id(END)
     record, row = _record(path), length * np.dtype(dtype).itemsize
+    if path.is_symlink() or not path.is_file():  # what a link leads to is another's
+        remove(path)
     state, digest = _recorded(record, path, row)
     most = None if limit is None else -(-limit // length)
-    if not path.is_file():
-        remove(path)
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(state["rows"] * row)  # what a killed run wrote but did not record
         file.seek(0, os.SEEK_END)

@@ -49,7 +49,10 @@ def read_settings(folder: Path) -> Settings:
     path = folder / "settings.toml"
     first, _, lines = read_text(path).partition("\n")
     if first.startswith(SEAL) and first.removeprefix(SEAL) != hashlib.sha256(lines.encode()).hexdigest():
-        raise ValueError(f"{path} must be as the run wrote it, got other settings than its first line says")
+        raise ValueError(
+            f"{path} must be as the run wrote it, got one that was changed since (its first line has the hash): undo the change, or delete "
+            "the file and call the same `shaped pretrain` again, which goes on from the last checkpoint; other settings need another out"
+        )
     return Settings.from_toml(path)
 
 

@@ -324,9 +324,10 @@ class Run:
                 values = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}  # no longer views
                 with checkpoint.tensors_in(self.out):
                     self.model.save_pretrained(self.out, state_dict=values)
-                shutil.copytree(self.data.folder / "tokenizer", self.out, dirs_exist_ok=True)
-                written += [path.name for path in (*self.out.glob("*.safetensors*"), *(self.data.folder / "tokenizer").iterdir())]
-                written.append("config.json")
+                tokenizer = self.data.tokenizer_files()
+                for name in tokenizer:
+                    shutil.copy2(self.data.folder / "tokenizer" / name, self.out)
+                written += ["config.json", *(path.name for path in self.out.glob("*.safetensors*")), *tokenizer]
             (self.out / "diverged.json").unlink(missing_ok=True)  # at another time
             write_sealed(self.out / "result.json", result.to_dict() | {"files": {name: sha256(self.out / name) for name in written}})
         if dist.is_initialized():

@@ -133,7 +133,11 @@ class Settings:
         given = read_toml(path) | overrides
         preset = overrides.get("preset")
         if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # as where a run has left all its settings
-            raise ValueError(f"preset must have a setting that {path} does not have, got {preset!r}: delete those that it is for")
+            names = ", ".join(PRESETS[preset])
+            raise ValueError(
+                f"preset must change a setting, got {preset!r}, all of whose settings {path} has already, and the file prevails: "
+                f"delete from the file what the preset is to set ({names})"
+            )
         try:
             return cls.of(given)
         except ValueError as error:

@@ -24,20 +24,30 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def hashes_of(folder: Path) -> dict[str, str]:
-    return {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    """Of its files. What else someone's tools put there, such as folders, is no part of a tokenizer."""
+    return {path.name: sha256(path) for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def changed(folder: Path, hashes: dict[str, str]) -> str:
+    """The first of these files that does not have its hash, and how; nothing if all have. Other files are not looked at."""
+    for name, written in hashes.items():
+        try:
+            if sha256(folder / name) != written:
+                return f"a changed {name}"
+        except FileNotFoundError:
+            return f"no {name}"
+    return ""
 
 
 def fault_of(folder: Path, hashes: dict[str, str], vocab: int) -> str:
     """What is wrong with the tokenizer in a folder, by the hashes of its files; where there are none, by the size of its vocabulary."""
     try:
-        found = hashes_of(folder)
-        other = [name for name, written in hashes.items() if found.get(name) != written]
-        if other:
-            return f"another {other[0]} than was written"
+        if not folder.exists():
+            return "none"
+        if fault := changed(folder, hashes):
+            return fault
         size = load_tokenizer(folder).get_vocab_size()
         return f"one of {size} entries, not of {vocab}" if size != vocab else ""
-    except FileNotFoundError:
-        return "none"
     except (OSError, ValueError) as error:
         return f"one that cannot be read: {error}"
 
