@@ -79,12 +79,46 @@ def laid_out_like(V: Shaped[Tensor, "batch m k"], like: Shaped[Tensor, "batch _ 
 
 def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) -> Float[Tensor, "*batch m l"]:
     """A @ B, fast for many small matrices too."""
-    if A.shape[-1] > FEW or A.numel() < SMALL:
+    if _is_for_blas(A):
         return A @ B
     total = A[..., :, :1] * B[..., :1, :]
     for k in range(1, A.shape[-1]):
         total.addcmul_(A[..., :, k : k + 1], B[..., k : k + 1, :])
     return total
+
+
+def lower_product(L: Float[Tensor, "*batch m m"], B: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch m k"]:
+    """L @ B for a lower triangular L."""
+    if _is_for_blas(L):
+        return L @ B
+    total = L[..., :, :1] * B[..., :1, :]
+    for k in range(1, L.shape[-1]):
+        total[..., k:, :].addcmul_(L[..., k:, k : k + 1], B[..., k : k + 1, :])
+    return total
+
+
+def product_lower(A: Float[Tensor, "*batch k m"], L: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*batch k m"]:
+    """A @ L for a lower triangular L."""
+    if _is_for_blas(L):
+        return A @ L
+    total = A[..., :, -1:] * L[..., -1:, :]
+    for k in range(L.shape[-1] - 1):
+        total[..., :, : k + 1].addcmul_(A[..., :, k : k + 1], L[..., k : k + 1, : k + 1])
+    return total
+
+
+def lower_gram(L: Float[Tensor, "*batch m m"]) -> Matrix:
+    """L @ Lᵀ for a lower triangular L."""
+    if _is_for_blas(L):
+        return L @ L.mT
+    total = L[..., :, :1] * L[..., None, :, 0]
+    for k in range(1, L.shape[-1]):
+        total[..., k:, k:].addcmul_(L[..., k:, k : k + 1], L[..., None, k:, k])
+    return total
+
+
+def _is_for_blas(A: Tensor) -> bool:
+    return A.shape[-1] > FEW or A.numel() < SMALL
 
 
 def weighted_mean(P: Float[Tensor, "#rows m"], N: Float[Tensor, "*batch rows m"]) -> Float[Tensor, "*batch rows 1"]:
@@ -104,7 +138,7 @@ def factor(V: Matrix) -> Matrix:
     errors in V are that large. A matrix that is not finite gets a factor that is not finite.
     """
     unit = 4 * V.shape[-1] * torch.finfo(V.dtype).eps
-    if V.shape[-1] <= FEW and V.numel() >= SMALL:
+    if not _is_for_blas(V):
         return _cholesky_by_columns(V, unit)
     L, info = torch.linalg.cholesky_ex(V)
     pivots = L.diagonal(dim1=-2, dim2=-1).square()
@@ -140,17 +174,18 @@ class Point:
     """A point of the positive cone, known by its matrix or by a factor; the other is computed when first asked for."""
 
     matrix: Matrix | None = None
-    root: Float[Tensor, "*batch m k"] | None = None
+    root: Matrix | None = None
+    """Lower triangular."""
 
     @cached_property
     def V(self) -> Matrix:
         if self.matrix is not None:
             return self.matrix
         assert self.root is not None
-        return product(self.root, self.root.mT)
+        return lower_gram(self.root)
 
     @cached_property
-    def L(self) -> Float[Tensor, "*batch m k"]:
+    def L(self) -> Matrix:
         return self.root if self.root is not None else factor(self.V)
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shaped.covariance import Matrix, Point, laid_out_like, product, weighted_mean
+from shaped.covariance import Matrix, Point, laid_out_like, lower_product, product, product_lower, weighted_mean
 from shaped.layers.masks import Mask, Rows, resting_attention, same_mask
 from shaped.layers.terms import Term
 from shaped.randomness import Normals
@@ -98,7 +98,7 @@ class LogitPerturbation(Term):
         L, V = point.L, point.V
         E = first_order_change(change.P, L, normals)
         M = E.mul_((h * self.variance) ** 0.5).add_(change.second * (h * self.rate))
-        moved = product(M, L).add_(L)
+        moved = product_lower(M, L).add_(L)
         return Point(matrix=product(moved, moved.mT).addcmul_(V, change.squared * (h * (self.rate - self.variance))))
 
     def longest(self, m: int) -> float:
@@ -117,7 +117,7 @@ def softmax_derivative(P: Float[Tensor, "#rows m"], N: Float[Tensor, "*batch row
 
 def first_order_change(P: Rows, L: Float[Tensor, "*batch m k"], normals: Normals) -> Matrix:
     r"""A draw of $E = P \circ (N - (P \circ N) 11^\top)$ with $N = L G L^\top$: the softmax's first order in the logits."""
-    N = product(product(L, normals.square(L)), L.mT)
+    N = lower_product(L, lower_product(L, normals.square(L)).mT).mT
     return softmax_derivative(P, N)
 
 
@@ -144,7 +144,8 @@ class MeanChange:
         P, v = resting_attention(mask, V.shape[-1], V), V.diagonal(dim1=-2, dim2=-1)
         # K is V of the tokens less the first of them. What all keys share changes neither Q nor S2, but for the query's own length, and its
         # rounding would drown what is left of them when the tokens collapse.
-        K = V - V[..., :1] - V[..., :1, :] + V[..., :1, :1]
+        first = V[..., :1, :]
+        K = (V - first).sub_(first.mT).add_(first[..., :1])
         W = product(K, P.mT).mT  # P K, since K is symmetric; for the one row of an unmasked P this order is several times faster
         U = product(W, P.mT)
         cross = product(W * W, P.mT)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shaped.covariance import Matrix, Point, product
+from shaped.covariance import Matrix, Point, lower_product, product
 from shaped.randomness import Normals
 
 Dense = Float[Tensor, "*batch p p"]
@@ -116,7 +116,7 @@ class WeightNoise(Term):
             T = normals.triangles(L, m).mul_(math.sqrt(share))
             diagonal = T.diagonal(dim1=-2, dim2=-1)
             diagonal.mul_(reach / math.sqrt(share)).add_(centre)
-            L = product(L, T)
+            L = lower_product(L, T)
         return Point(root=L)
 
     def longest(self, m: int) -> float:
