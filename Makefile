@@ -2,7 +2,7 @@
 PYTHON ?= python3
 bin := .venv/bin
 
-.PHONY: run test lint types imports unit hf-common bench clean
+.PHONY: run test lint types imports unit hf-common verify bench clean
 
 run: .venv/installed
 	$(bin)/shaped reproduce all --scale quick --out out
@@ -25,6 +25,12 @@ unit: .venv/installed
 # transformers' own tests over the models of this package; fetches them through pip the first time.
 hf-common: .venv/installed
 	$(bin)/python tests/hf/common/run.py -n 2 -q
+
+# Checks that take longer than a test may: a thousand damaged folders of each kind, transformers' own tests, the solver's step.
+verify: .venv/installed hf-common
+	PYTHONPATH=tests $(bin)/python tests/damage.py --count 1000
+	PYTHONPATH=tests:tests/figures $(bin)/python tests/figures/damaged_figures.py --count 1000
+	$(bin)/python benchmarks/steps.py --tokens 4,16
 
 bench: .venv/installed
 	for benchmark in limit finite attention train; do $(bin)/python benchmarks/$$benchmark.py || exit 1; done
