@@ -93,6 +93,8 @@ def test_steps_are_chosen_from_layer_tokens_and_horizon():
     assert default_steps(attention, 128, T) == math.ceil(T * 2 * 129 * 0.5)  # nu of the weights' noise is at least 2(m + 1)
     assert default_steps(shaped.ShapedFeedForward(1.0, 0.0, -20.0), 4, 0.75) == 750  # a tenth of the ReLU's time, 4/400
     assert default_steps(shaped.ShapedPerceptron(0.0, -1e9), 4, 0.75) == 1200  # not for ever
+    bent = shaped.solve(shaped.ShapedPerceptron(0.0, -1e6), V0, T=0.01, samples=2, seed=0)  # a ReLU bent so much makes the tokens one
+    assert bent.rho[-1].min() > 0.9
     with pytest.raises(ValueError, match=r"^T must be at most 1e\+07, .* got 1e\+09$"):
         shaped.solve(attention, V0, T=1e9, seed=0)
     with pytest.raises(ValueError, match=r"^steps must be at least 100 for T = 10000 "):

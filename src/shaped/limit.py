@@ -16,7 +16,7 @@ from shaped import engine
 from shaped.checks import as_tensor, positive, whole_number
 from shaped.covariance import Point, laid_out_like
 from shaped.layers.base import Layer, check_layer
-from shaped.layers.terms import Term
+from shaped.layers.terms import Term, WeightNoise
 from shaped.randomness import Normals, Recorded, Summed
 from shaped.stepping import PAIRS, StepEffect, warn_of_step
 from shaped.trajectory import Trajectory
@@ -94,7 +94,7 @@ class HalvedSteps(engine.PointProcess):
 
 
 MOST_STEPS = 10**9
-MOST_PARTS = 1000  # of a step
+MOST_PARTS = 1000  # in which the weights' noise may take a step
 COARSEST = 0.01  # the longest step that is taken by default
 METHODS: dict[str, type[ConeSteps | EulerSteps]] = {"cone": ConeSteps, "euler": EulerSteps}
 
@@ -146,7 +146,7 @@ def solve(
     chosen = steps is None
     m = (as_tensor("V0", V0).shape or (0,))[-1]
     steps = default_steps(layer, m, T) if steps is None else whole_number("steps", steps, most=MOST_STEPS)
-    least = math.ceil(T / MOST_PARTS / min(term.longest(m) for term in layer.terms))
+    least = max((math.ceil(T / MOST_PARTS / term.longest(m)) for term in layer.terms if isinstance(term, WeightNoise)), default=1)
     if steps < least:
         raise ValueError(f"steps must be at least {least} for T = {T:g} and {layer!r}, got {steps}")
     if not (isinstance(method, str) and method in METHODS):
