@@ -39,7 +39,7 @@ def extend_transformers() -> None:
         stock = getattr(owner, name).__func__
         setattr(owner, name, classmethod(wraps(stock)(extend(stock))))
     allow_output_attentions()
-    setattr(PreTrainedModel, "extended_by_shaped", True)  # noqa: B010
+    setattr(PreTrainedModel, "extended_by_shaped", True)  # noqa: B010 (as an assignment, pyright misses the attribute)
 
 
 def at_the_end_of_construction(post_init: Callable[..., None]) -> Callable[..., None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unittest
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tests.generation.test_utils import GenerationTesterMixin  # pyright: ignore[reportMissingImports]
@@ -42,7 +42,7 @@ class Tester:
 
 
 class Common(ModelTesterMixin):
-    settings: dict[str, Any]
+    settings: ClassVar[dict[str, Any]]
 
     def setUp(self) -> None:
         self.model_tester = Tester(self, **self.settings)
@@ -66,16 +66,16 @@ for name in [name for name in dir(ModelTesterMixin) if name.startswith("test_eag
 
 class Encoder(Shaped, unittest.TestCase):
     all_model_classes = (ShapedModel, ShapedForMaskedLM, ShapedForSequenceClassification)
-    settings: dict[str, Any] = {}  # noqa: RUF012
+    settings: ClassVar[dict[str, Any]] = {}
 
 
 class Decoder(Shaped, GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (ShapedModel, ShapedForCausalLM, ShapedForSequenceClassification)
-    settings: dict[str, Any] = {"is_decoder": True}  # noqa: RUF012
+    settings: ClassVar[dict[str, Any]] = {"is_decoder": True}
 
 
 class PreLN(Common, GenerationTesterMixin, unittest.TestCase):
     """A block without shaping, for which "sdpa" and "eager" are kernels of one function."""
 
     all_model_classes = (ShapedModel, ShapedForCausalLM)
-    settings: dict[str, Any] = {"is_decoder": True, "block": "preln"}  # noqa: RUF012
+    settings: ClassVar[dict[str, Any]] = {"is_decoder": True, "block": "preln"}
