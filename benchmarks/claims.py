@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shaped.figures.claims import HOLDS, Row, count, counted
-from shaped.figures.reproduce import FIGURES, TRAINED, page
-from shaped.figures.store import read_arrays, read_summary
-from shaped.figures.style import styled
+from shaped.figures.harness.cache import read_arrays, read_summary
+from shaped.figures.harness.claims import HOLDS, Row, count, counted
+from shaped.figures.harness.reproduce import FIGURES, TRAINED, page
+from shaped.figures.harness.style import styled
 from shaped.files import write_atomically, write_json
-from shaped.train.results import commit
+from shaped.train.run.result import commit
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md")

@@ -15,7 +15,7 @@ import torch
 
 import shaped
 from shaped.files import write_json
-from shaped.train.results import commit
+from shaped.train.run.result import commit
 
 
 def median_seconds(work: Callable[[], object], *, repeats: int = 7, warmup: int = 1) -> float:

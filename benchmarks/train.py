@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
-from shaped.train.batches import Batches
-from shaped.train.losses import MaskedLoss
-from shaped.train.stepper import How, Plan, Stepper
+from shaped.train.data.masking import Batches
+from shaped.train.step.objectives import MaskedLoss
+from shaped.train.step.stepper import How, Plan, Stepper
 
 OWN = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
 OTHERS = {"bert-graphs": "reduce-overhead", "bert": None}

@@ -172,7 +172,7 @@ class Hung(BaseException):
 
 def command(arguments: list[str], patience: float = 60.0) -> Outcome:
     """Runs `shaped` in this process."""
-    from shaped import cli
+    from shaped.commands import app as cli
 
     def late(number: int, frame: Any) -> None:
         raise Hung(f"no end after {patience:g} s")

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import shaped
-from shaped import cli, files
-from shaped.figures import laws
+from shaped import files
+from shaped.commands import app as cli
+from shaped.figures.shared import laws
 
 SMALL = ["simulate", "--samples", "50", "--width", "20", "--depth", "3", "--step", "0.05"]
 
@@ -130,7 +131,7 @@ def test_converge_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path
 
 def test_reproduce_writes_numbers_pictures_and_report(monkeypatch, capsys, tmp_path):
     small = laws.Settings(n=64, d=48, samples=512)
-    monkeypatch.setattr("shaped.figures.fig7.settings", lambda scale: small)
+    monkeypatch.setattr("shaped.figures.pages.fig7.settings", lambda scale: small)
     assert run(monkeypatch, "reproduce", "fig7", "--out", str(tmp_path), "--workers", "1") == 0
     shown = capsys.readouterr().out
     assert "fig7    6 claims: holds 0, not proved 6, fails 0; " in shown
@@ -142,7 +143,7 @@ def test_reproduce_writes_numbers_pictures_and_report(monkeypatch, capsys, tmp_p
 
 
 def test_the_rate_of_a_known_decay_is_found():
-    from shaped.figures.converge import rate
+    from shaped.commands.converge import rate
 
     def row(n):
         exact = 2.0 / n
@@ -239,7 +240,7 @@ def test_an_interrupted_run_says_so(monkeypatch, capsys, tmp_path):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shaped.figures.simulate.solve", interrupt)
+    monkeypatch.setattr("shaped.commands.simulate.solve", interrupt)
     assert run(monkeypatch, *SMALL, "--out", str(tmp_path)) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -272,7 +273,7 @@ def test_results_are_written_before_they_are_printed(tmp_path, json, name, statu
 
 def test_figures_are_finished_though_nobody_reads_their_lines(monkeypatch, tmp_path):
     small = laws.Settings(n=16, d=12, samples=256)
-    monkeypatch.setattr("shaped.figures.fig7.settings", lambda scale: small)
+    monkeypatch.setattr("shaped.figures.pages.fig7.settings", lambda scale: small)
     out = os.fdopen(closed_pipe(), "w")
     monkeypatch.setattr(sys, "stdout", out)
     assert run(monkeypatch, "reproduce", "fig7", "--out", str(tmp_path)) == 1

@@ -32,8 +32,8 @@ NUMBERS = {"scale": "fp32", "heads": "i32", "m": "i32"} | dict.fromkeys(("size",
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_kernels_of_training(capability):
-    from shaped.nn import short_kernels as short
-    from shaped.train import block_kernels as block
+    from shaped.kernels.gpu import residual as block
+    from shaped.kernels.gpu import short_attention as short
 
     sizes = {"D": 96, "M": 128, "C": 32, "S": short.STAGES, "BLOCK": block.BLOCK, "BENT": True}
     for kernel in (short.forward_kernel, short.backward_kernel):
@@ -46,7 +46,7 @@ def test_kernels_of_training(capability):
 @pytest.mark.parametrize("keep", [False, True])
 def test_products_of_hopper(keep):
     """Two programs have room on a multiprocessor, but for the product that also keeps what goes into the ReLU."""
-    from shaped.train import bent_kernels as bent
+    from shaped.kernels.gpu import relu_matmul_hopper as bent
 
     sizes = {"N": 3072, "K": 768, "TILE": bent.TILE, "DEEP": bent.DEEP, "GROUP": bent.GROUP, "PROGRAMS": 264, "BENT": not keep}
     absent = {"hidden": None, "slope_terms_ptr": None} if not keep else {}

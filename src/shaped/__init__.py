@@ -1,6 +1,6 @@
 """The shaped Transformer: its infinite-depth-and-width limit and its finite networks, as one object each."""
 
-from shaped import interrupts
+from shaped.commands import interrupts
 
 interrupts.while_loading()
 

@@ -1,3 +1,3 @@
-from shaped.cli import main
+from shaped.commands.app import main
 
 main()

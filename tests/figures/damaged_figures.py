@@ -23,7 +23,8 @@ import numpy as np
 from tiny import SETTINGS
 
 from damage import Outcome, command, damage
-from shaped.figures import lab, reproduce
+from shaped.figures.harness import jobs as lab
+from shaped.figures.harness import reproduce
 
 IDS = ("fig7", "fig8")
 

@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import ks_2samp, norm, t
 
 from shaped.compare import Distance, distances
-from shaped.figures.claims import (
+from shaped.figures.harness.claims import (
     TOLERANCE,
     agreement,
     bootstrap_interval,
@@ -20,7 +20,7 @@ from shaped.figures.claims import (
     student,
     verdict,
 )
-from shaped.figures.stability import largest_rise
+from shaped.figures.shared.stability import largest_rise
 from stats import seed
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 from scipy.stats import norm
 
-from shaped.figures.density import correlation_density, kernel_density, pairs
+from shaped.figures.shared.density import correlation_density, kernel_density, pairs
 from stats import seed
 
 

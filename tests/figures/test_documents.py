@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shaped.figures.claims import count, verdict
-from shaped.figures.reproduce import FIGURES, TRAINED
+from shaped.figures.harness.claims import count, verdict
+from shaped.figures.harness.reproduce import FIGURES, TRAINED
 
 ROOT = Path(__file__).parents[2]
 

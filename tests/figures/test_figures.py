@@ -5,8 +5,12 @@ import pytest
 import torch
 from tiny import SETTINGS
 
-from shaped.figures import ensembles, fig2, lab, laws, reproduce, store
-from shaped.figures.lab import Lab
+from shaped.figures.harness import cache as store
+from shaped.figures.harness import jobs as lab
+from shaped.figures.harness import reproduce
+from shaped.figures.harness.jobs import Lab
+from shaped.figures.pages import fig2
+from shaped.figures.shared import ensembles, laws
 from shaped.layers import attention, logits, masks
 from stats import generator, seed
 

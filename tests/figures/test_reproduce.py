@@ -11,9 +11,11 @@ import pytest
 from tiny import SETTINGS
 
 from refusals import refused
-from shaped.figures import lab, reproduce, store
-from shaped.figures.lab import Lab
-from shaped.figures.report import html
+from shaped.figures.harness import cache as store
+from shaped.figures.harness import jobs as lab
+from shaped.figures.harness import reproduce
+from shaped.figures.harness.jobs import Lab
+from shaped.figures.harness.report import html
 from shaped.files import write_json, write_sealed
 from shaped.workers import LocalWorkers
 
@@ -187,7 +189,7 @@ def test_the_report_has_what_earlier_runs_left(tmp_path):
 
 
 def test_a_failing_claim_is_shown_with_its_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("shaped.figures.claims.TOLERANCE", -1.0)
+    monkeypatch.setattr("shaped.figures.harness.claims.TOLERANCE", -1.0)
     report, lines = run(tmp_path, "fig7")
     assert any("fig7.law.m4 fails: " in line for line in lines)
     assert lines[-1] == "in all  2 claims: holds 0, not proved 0, fails 2"

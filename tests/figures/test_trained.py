@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from refusals import refused
-from shaped.figures import fig6, reproduce, table1
-from shaped.train.collection import Trained, collect, trained
-from shaped.train.results import Result
-from shaped.train.settings import Settings
+from shaped.figures.harness import reproduce
+from shaped.figures.pages import fig6, table1
+from shaped.train.run.result import Result
+from shaped.train.run.settings import Settings
+from shaped.train.run_records import Trained, collect, trained
 from shaped.train.tables import entropy_curves, table2
 
 RUN = Result("shaped", "recover", 18, 768, 100, 5e-4, 0.1, 0, 2.1, 2.05, "shaped pretrain", "abc", {"tau0": 1.0})
@@ -166,7 +167,7 @@ def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
 
 
 def test_one_file_of_runs_is_as_good_as_their_folders(runs, tmp_path, monkeypatch, capsys):
-    from shaped import cli
+    from shaped.commands import app as cli
 
     file = tmp_path / "results" / "all.json"
     monkeypatch.setattr("sys.argv", ["shaped", "collect", str(runs), "--out", str(file)])

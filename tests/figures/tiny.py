@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from shaped.figures import fig2, fig3, fig4, fig5, fig8, laws, masks, output
+from shaped.figures.pages import fig2, fig3, fig4, fig5, fig8, masks, output
+from shaped.figures.shared import laws
 
 LAW = {"n": 64, "d": 48, "samples": 512}
 GRID = {"n": 100, "d": 100, "samples": 40}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shaped.nn import fused
+from shaped.kernels import attention_correction as fused
 from shaped.nn.attention import running_mean
 from shaped.nn.functional import shaped_attention
 from stats import generator
@@ -186,7 +186,7 @@ def test_any_strides_autocast_and_checkpointing(causal):
 
 @needs_gpu
 def test_running_mean_of_a_long_sequence():
-    from shaped.nn import kernels
+    from shaped.kernels.gpu import attention_correction as kernels
 
     v = torch.randn(1, 1, 20_000, 64, generator=generator(112)).cuda()
     none = torch.zeros(1, 1, 1, 64, device="cuda").expand_as(v)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from shaped.nn import fused, short
+from shaped.kernels import attention_correction as fused
+from shaped.kernels import short_attention as short
 from stats import generator
 
 needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and fused.TRITON), reason="needs a GPU and Triton")

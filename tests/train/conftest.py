@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shaped import cli
-from shaped.train import data
-from shaped.train.settings import Settings
+from shaped.commands import app as cli
+from shaped.train.data import prepare as data
+from shaped.train.run.settings import Settings
 
 LENGTH, WORDS, OF_A_DOCUMENT = 32, 40, 4
 UNIFORM, KNOWN = math.log(WORDS), math.log(OF_A_DOCUMENT)  # the loss of a model that knows the words, and of one that sees the document

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
-from shaped.nn import short
-from shaped.train import bent_kernels, block_kernels
-from shaped.train import block as written_block
-from shaped.train.losses import MaskedLoss
-from shaped.train.stepper import How, Stepper
+from shaped.kernels import short_attention as short
+from shaped.kernels.gpu import relu_matmul_hopper as bent_kernels
+from shaped.kernels.gpu import residual as block_kernels
+from shaped.train.step import fused_block as written_block
+from shaped.train.step.objectives import MaskedLoss
+from shaped.train.step.stepper import How, Stepper
 
 torch.cuda.device_of = lambda where: nullcontext()  # there is none
 short.fits = lambda x, D: True

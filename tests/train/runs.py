@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 import shaped
-from shaped.train import metrics
-from shaped.train.pretrain import pretrain
-from shaped.train.results import Result
-from shaped.train.settings import Settings
+from shaped.train.run import metrics
+from shaped.train.run.loop import pretrain
+from shaped.train.run.result import Result
+from shaped.train.run.settings import Settings
 
 
 def quiet(settings: Settings, **how) -> Result:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from refusals import refused
-from shaped.train import data
-from shaped.train.batches import Batches, scramble
+from shaped.train.data import prepare as data
+from shaped.train.data.masking import Batches, scramble
 from stats import Z, seed
 
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from damage import Outcome, judge
 from refusals import refused
 from shaped.files import read_json, sha256, write_sealed
-from shaped.train import checkpoint, study
-from shaped.train.collection import trained
-from shaped.train.folder import read_settings
-from shaped.train.lock import Busy, alone
-from shaped.train.pretrain import Run, Stopped, pretrain
-from shaped.train.settings import PRESETS, Settings
+from shaped.train import study
+from shaped.train.folder_lock import Busy, alone
+from shaped.train.run import checkpoint
+from shaped.train.run.folder import read_settings
+from shaped.train.run.loop import Run, Stopped, pretrain
+from shaped.train.run.settings import PRESETS, Settings
+from shaped.train.run_records import trained
 from train.conftest import status
 from train.damaged_runs import Place
 from train.runs import quiet, weights

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 from refusals import refused
 from shaped.files import read_json, write_json
-from shaped.train import data
-from shaped.train.lock import Busy, alone
-from shaped.train.text import LONGEST, lines
+from shaped.train.data import prepare as data
+from shaped.train.data.text import LONGEST, lines
+from shaped.train.folder_lock import Busy, alone
 from train.conftest import LENGTH, documents
 
 HOW: dict[str, Any] = {"vocab": 80, "length": LENGTH, "valid_share": 0.1, "progress": False}

@@ -11,9 +11,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
-from shaped.train import diagnostics, metrics
-from shaped.train.pretrain import pretrain
-from shaped.train.settings import Settings
+from shaped.train.run import diagnostics, metrics
+from shaped.train.run.loop import pretrain
+from shaped.train.run.settings import Settings
 
 
 def model(**config: Any) -> Any:

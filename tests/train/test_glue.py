@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from refusals import refused
-from shaped import cli
+from shaped.commands import app as cli
 from shaped.files import read_json, write_json
 from shaped.train import glue
-from shaped.train.collection import collect, trained
-from shaped.train.pretrain import pretrain
-from shaped.train.settings import Settings
+from shaped.train.run.loop import pretrain
+from shaped.train.run.settings import Settings
+from shaped.train.run_records import collect, trained
 from shaped.train.tables import table2
 
 

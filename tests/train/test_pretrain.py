@@ -13,11 +13,11 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import shaped.hf
 from refusals import refused
-from shaped.train import metrics
-from shaped.train.folder import why_diverged
-from shaped.train.pretrain import Diverged, Run, pretrain
-from shaped.train.results import Result, command_line
-from shaped.train.settings import Settings
+from shaped.train.run import metrics
+from shaped.train.run.folder import why_diverged
+from shaped.train.run.loop import Diverged, Run, pretrain
+from shaped.train.run.result import Result, command_line
+from shaped.train.run.settings import Settings
 from train.conftest import KNOWN, UNIFORM
 from train.runs import ENVIRONMENT, command, quiet
 

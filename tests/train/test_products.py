@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
-from shaped.train.products import Rows, put_rows
+from shaped.train.step.direct_gradients import Rows, put_rows
 from stats import generator
 
 

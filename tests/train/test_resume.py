@@ -19,12 +19,13 @@ import torch
 
 from refusals import refused
 from shaped.files import read_json, write_sealed
-from shaped.train import checkpoint, data, metrics
-from shaped.train import pretrain as pretraining
-from shaped.train.lock import Busy, alone
-from shaped.train.pretrain import Run, Stopped, pretrain
-from shaped.train.results import Result
-from shaped.train.settings import Settings
+from shaped.train.data import prepare as data
+from shaped.train.folder_lock import Busy, alone
+from shaped.train.run import checkpoint, metrics
+from shaped.train.run import loop as pretraining
+from shaped.train.run.loop import Run, Stopped, pretrain
+from shaped.train.run.result import Result
+from shaped.train.run.settings import Settings
 from train.conftest import status
 from train.runs import ENVIRONMENT, command, curve, quiet, weights
 

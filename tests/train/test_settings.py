@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from refusals import refused
-from shaped.train.settings import HINTS, Settings
+from shaped.train.run.settings import HINTS, Settings
 
 CHANGED = Settings(
     data=Path("some/data"), out=Path('a "run"'), model="preln", hidden=100, gamma_feedforward=0.2, lr=1e-3, tied=True, minutes=1.5
@@ -40,7 +40,7 @@ def test_every_setting_is_an_option_with_its_help_and_default():
 
 
 def test_options_prevail_over_the_file(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from shaped import cli
+    from shaped.commands import app as cli
 
     (tmp_path / "run.toml").write_text(
         f'data = "{prepared}"\nout = "{tmp_path / "run"}"\ntensorboard = false\nlr = 0.5\n'

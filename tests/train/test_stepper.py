@@ -12,10 +12,10 @@ from torch._dynamo.utils import counters
 
 from refusals import refused
 from shaped.hf import ShapedConfig, ShapedForMaskedLM, ShapedForSequenceClassification
-from shaped.train.batches import Batches
-from shaped.train.losses import ClassifierLoss, MaskedLoss
-from shaped.train.stepper import How, Plan, Stepper
-from shaped.train.vector import kinds
+from shaped.train.data.masking import Batches
+from shaped.train.step.flat_parameters import kinds
+from shaped.train.step.objectives import ClassifierLoss, MaskedLoss
+from shaped.train.step.stepper import How, Plan, Stepper
 
 CPU = torch.device("cpu")
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}

@@ -12,10 +12,10 @@ import torch
 from refusals import refused
 from shaped.files import read_json
 from shaped.train import study
-from shaped.train.collection import trained
-from shaped.train.lock import alone
-from shaped.train.pretrain import Run, pretrain
-from shaped.train.settings import Settings
+from shaped.train.folder_lock import alone
+from shaped.train.run.loop import Run, pretrain
+from shaped.train.run.settings import Settings
+from shaped.train.run_records import trained
 from shaped.train.tables import entropy_curves, table1
 from train.conftest import status
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shaped.checks import SINGLE, finite, in_range
-from shaped.nn import fused
-from shaped.nn.fused import Gain
+from shaped.kernels import attention_correction as fused
+from shaped.kernels.attention_correction import Gain
 
 
 def shaped_attention(

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import SINGLE, finite, in_range, positive, whole_number
-from shaped.nn import short
+from shaped.kernels import short_attention as short
 from shaped.nn.functional import he_constant, shaped_attention, shaped_relu
 from shaped.nn.schedules import Schedule, Shapeable, chosen
 

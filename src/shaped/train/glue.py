@@ -18,12 +18,12 @@ from transformers import AutoTokenizer
 import shaped.hf
 from shaped.checks import in_range, positive, whole_number
 from shaped.files import read_json, read_text, write_sealed
-from shaped.train.folder import HISTORY, check_files, run_folder
-from shaped.train.losses import ClassifierLoss
-from shaped.train.pretrain import Diverged, Steppers, shared
-from shaped.train.results import Result, commit
-from shaped.train.settings import check, like, option
-from shaped.train.stepper import How, Plan, Say, Stepper
+from shaped.train.run.folder import HISTORY, check_files, run_folder
+from shaped.train.run.loop import Diverged, Steppers, shared
+from shaped.train.run.result import Result, commit
+from shaped.train.run.settings import check, like, option
+from shaped.train.step.objectives import ClassifierLoss
+from shaped.train.step.stepper import How, Plan, Say, Stepper
 
 Example = tuple[str, str | None, int]
 

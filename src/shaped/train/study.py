@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from shaped.checks import positive
-from shaped.train.collection import PLACES, Trained, collect, from_folder
-from shaped.train.folder import why_diverged
-from shaped.train.lock import Busy
-from shaped.train.pretrain import Diverged, Steppers, Stopped, pretrain
-from shaped.train.settings import Settings, read_toml
-from shaped.train.stepper import Say
+from shaped.train.folder_lock import Busy
+from shaped.train.run.folder import why_diverged
+from shaped.train.run.loop import Diverged, Steppers, Stopped, pretrain
+from shaped.train.run.settings import Settings, read_toml
+from shaped.train.run_records import PLACES, Trained, collect, from_folder
+from shaped.train.step.stepper import Say
 
 MOST_RUNS = 10_000
 OWN = ("study.json", "study.jsonl")  # what a study writes into the folder of its runs

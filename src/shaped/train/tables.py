@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from shaped.train.collection import Trained
-from shaped.train.results import Result
-from shaped.train.settings import PRESETS, Settings
+from shaped.train.run.result import Result
+from shaped.train.run.settings import PRESETS, Settings
+from shaped.train.run_records import Trained
 
 PAPER_TABLE1 = {  # test loss at 100K steps, best gamma: mean and standard deviation
     ("recover", 18): (2.03, 0.01),

@@ -1,0 +1,198 @@
+"""`shaped converge`: the distance between finite networks and the SDE against the width."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from functools import cache
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import shaped
+from shaped.checks import positive, whole_number
+from shaped.commands.blocks import BlockSettings
+from shaped.compare import Distance, compare
+from shaped.covariance import equicorrelated
+from shaped.finite import propagate
+from shaped.layers.base import Sizes
+from shaped.limit import solve
+from shaped.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STATISTICS = ("rho", "V")
+MEASURES, TITLES = ("ks", "wasserstein"), ("Kolmogorov-Smirnov", "Wasserstein")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(BlockSettings):
+    widths: tuple[int, ...] = (25, 50, 100, 200, 400, 800, 1600, 3200)
+    horizon: float = 0.75
+    samples: int = 65536
+    step: float = 0.0025
+    seed: int = 0
+    upper: float = 1e4
+
+    def networks(self, n: int) -> int:
+        """Samples at width n: from width 100 on as many as take about as long as there, but no fewer than 512."""
+
+        def cost(n: int) -> float:
+            """Of the d ~ n layers of a network, each some algebra and, for a feed-forward layer, m·n normals."""
+            features = self.tokens * n if {"feedforward", "perceptron"} & set(self.names) else 0
+            return n * (400 + features)
+
+        return min(self.samples, max(512, round(self.samples * cost(100) / cost(n))))
+
+
+def compute(settings: Settings, executor: Executor | None = None, progress: bool | None = None) -> dict[str, Any]:
+    """Distances at each width, with errors and bands, and the fitted rates."""
+    if not settings.widths:
+        raise ValueError("widths must not be empty")
+    whole_number("tokens", settings.tokens, least=2)
+    whole_number("samples", settings.samples, least=2)
+    positive("step", settings.step)
+    T = positive("horizon", settings.horizon)
+    layer, V0 = settings.layer(), equicorrelated(settings.tokens, settings.rho)
+    for n in settings.widths:
+        if n < settings.tokens:
+            raise ValueError(f"widths must be at least {settings.tokens}, the number of tokens, got {n}")
+        layer.check_sizes(Sizes(n))
+    depths = {n: max(1, round(T * n)) for n in settings.widths}
+    began = time.perf_counter()
+
+    @cache
+    def limit(t: float) -> Trajectory:
+        """The SDE at the time that a network's whole number of layers amounts to."""
+        return solve(
+            layer,
+            V0,
+            T=t,
+            steps=max(1, round(t / settings.step)),
+            samples=2 * settings.samples,
+            seed=settings.seed,
+            record="last",
+            upper=settings.upper,
+            executor=executor,
+            progress=progress,
+            check=True,
+        )
+
+    rows = []
+    for n in settings.widths:
+        network = propagate(
+            layer,
+            V0,
+            n=n,
+            d=depths[n],
+            samples=settings.networks(n),
+            seed=settings.seed + 1,
+            record="last",
+            upper=settings.upper,
+            dtype=torch.float32,  # its rounding is far below the distances, and its normals take half the time
+            executor=executor,
+            progress=progress,
+        )
+        pair = None if settings.mask is None else (0, 1)  # tokens are exchangeable unless a mask tells them apart
+        found = compare(limit(depths[n] / n), network, statistics=STATISTICS, pair=pair, resamples=100, seed=settings.seed)
+        distances = {name: {"ks": asdict(found.ks[name]), "wasserstein": asdict(found.wasserstein[name])} for name in found.ks}
+        rows.append({"width": n, "depth": depths[n], "samples": settings.networks(n), "distances": distances})
+    return {
+        "version": shaped.__version__,
+        "settings": asdict(settings) | {"widths": list(settings.widths)},
+        "rows": rows,
+        "rates": {name: {measure: rate(rows, name, measure) for measure in MEASURES} for name in STATISTICS},
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def excess(distance: dict[str, float]) -> tuple[float, float]:
+    """What of a distance is more than two samples of one law show, and its error."""
+    value = math.sqrt(max(0.0, distance["value"] ** 2 - distance["floor"] ** 2))
+    return value, distance["error"] * distance["value"] / max(value, 1e-12)
+
+
+def rate(rows: list[dict[str, Any]], name: str, measure: str) -> dict[str, float] | None:
+    """r ± error of distance ~ n^-r, over the widths at which the distance stands out of the sampling noise; None if fewer than 3 do."""
+    points = []
+    for row in rows:
+        distance = row["distances"][name][measure]
+        value, error = excess(distance)
+        if distance["value"] > distance["band"] and value > 2 * error:
+            points.append((math.log(row["width"]), math.log(value), error / value))
+    if len(points) < 3:
+        return None
+    x, y, s = np.array(points).T
+    design = np.stack([np.ones_like(x), x], 1) / s[:, None]
+    covariance = np.linalg.inv(design.T @ design)
+    slope = (covariance @ design.T @ (y / s))[1]
+    return {"rate": float(-slope), "error": float(math.sqrt(covariance[1, 1])), "widths": len(points)}
+
+
+def table(summary: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    settings = summary["settings"]
+    made = Table(title=f"{settings['layers']}: distance to the SDE at d/n = {settings['horizon']:g}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("width", "samples", "KS of rho", "one law", "KS of V", "one law"):
+        made.add_column(column, justify="right", no_wrap=True)
+    for row in summary["rows"]:
+        cells = [str(row["width"]), str(row["samples"])]
+        for name in STATISTICS:
+            ks = row["distances"][name]["ks"]
+            cells += [with_error(ks), f"< {ks['band']:.4f}"]
+        made.add_row(*cells)
+    return made
+
+
+def with_error(distance: dict[str, float]) -> str:
+    """0.0123(45) is 0.0123 with a standard error of 0.0045."""
+    return f"{distance['value']:.4f}({round(1e4 * distance['error'])})"
+
+
+def remark(summary: dict[str, Any]) -> str:
+    lines = []
+    for name in STATISTICS:
+        for measure, title in zip(MEASURES, TITLES, strict=True):
+            fitted = summary["rates"][name][measure]
+            found = f"n^-{fitted['rate']:.2f} ± {fitted['error']:.2f}" if fitted else "too few widths stand out of the sampling noise"
+            lines.append(f"{title} distance of {name}: {found}")
+    return "\n".join([*lines, f"{summary['seconds']:.1f} s; seed {summary['settings']['seed']}"])
+
+
+def draw(summary: dict[str, Any]) -> bytes:
+    """A PNG: distance against width with errors, and below which two samples of one law would be."""
+    from matplotlib.figure import Figure
+
+    colours = {"rho": "#0072B2", "V": "#D55E00"}
+    labels = {"rho": r"$\rho^{\alpha\beta}$", "V": r"$V^{\alpha\beta}$"}
+    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+    for axes, measure, title in zip(figure.subplots(1, 2), MEASURES, TITLES, strict=True):
+        widths = np.array([row["width"] for row in summary["rows"]])
+        for shift, name in ((0.97, "rho"), (1.03, "V")):
+            found = [Distance(**row["distances"][name][measure]) for row in summary["rows"]]
+            fitted = summary["rates"][name][measure]
+            label = labels[name] + (f", rate {fitted['rate']:.2f} ± {fitted['error']:.2f}" if fitted else "")
+            values, errors = [d.value for d in found], [d.error for d in found]
+            axes.errorbar(shift * widths, values, errors, fmt="o", markersize=4, capsize=2, color=colours[name], label=label)
+            axes.plot(widths, [d.band for d in found], ":", color=colours[name], linewidth=1)
+        axes.plot([], [], ":", color="black", linewidth=1, label="95 % of pairs of samples of one law")
+        axes.set(xscale="log", yscale="log", xlabel="width $n$", ylabel=f"{title} distance to the SDE", xticks=widths)
+        axes.set_xticklabels([str(n) for n in widths], fontsize=7)
+        axes.minorticks_off()
+        axes.legend(frameon=False, fontsize=7)
+    settings = summary["settings"]
+    names = " + ".join(settings["layers"].split(","))
+    figure.suptitle(
+        rf"Networks against the SDE, {names}: $m={settings['tokens']}$, $d/n={settings['horizon']:g}$, $\gamma={settings['gamma']:.4g}$",
+        fontsize=10,
+    )
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=160)
+    return buffer.getvalue()

@@ -1,0 +1,159 @@
+"""`shaped simulate`: the covariance SDE in numbers and a picture."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
+
+import shaped
+from shaped.checks import positive, whole_number
+from shaped.commands.blocks import BlockSettings
+from shaped.covariance import equicorrelated
+from shaped.figures.shared.density import densities, pairs
+from shaped.intervals import share_text
+from shaped.limit import default_steps, solve
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PERCENTILES = (5, 25, 50, 75, 95)
+SERIES_MEMORY = 2**28  # bytes that the recorded paths may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(BlockSettings):
+    """The paper's Figure 1 by default."""
+
+    width: int = 200
+    depth: int = 150
+    samples: int = 4096
+    step: float | None = None  # chosen by `solve`
+    seed: int = 0
+    method: str = "cone"
+    upper: float | None = 1e4  # a path that large is exploding (Fig. stability); it would drown every mean
+    lower: float | None = None
+    device: str = "cpu"
+
+
+def compute(
+    settings: Settings, executor: Executor | None = None, progress: bool | None = None
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The summary, which is JSON, and the arrays that `draw` reads."""
+    for name in ("tokens", "width", "depth"):
+        whole_number(name, getattr(settings, name))
+    T, layer = settings.depth / settings.width, settings.layer()
+    steps = default_steps(layer, settings.tokens, T) if settings.step is None else max(1, round(T / positive("step", settings.step)))
+    V0 = equicorrelated(settings.tokens, settings.rho)
+    frames = max(1, min(64, SERIES_MEMORY // (8 * max(1, settings.samples) * settings.tokens**2)))
+    began = time.perf_counter()
+    paths = solve(
+        layer,
+        V0,
+        T=T,
+        steps=steps,
+        samples=settings.samples,
+        seed=settings.seed,
+        method=settings.method,
+        record=math.ceil(steps / frames),
+        upper=settings.upper,
+        lower=settings.lower,
+        device=settings.device,
+        executor=executor,
+        progress=progress,
+        check=settings.samples >= 512,
+    )
+    seconds = time.perf_counter() - began
+    V, rho, stopped = paths.V.cpu().numpy(), paths.rho.cpu().numpy(), paths.stopped.numpy()
+    survived = stopped > T
+    summary: dict[str, Any] = {
+        "version": shaped.__version__,
+        "settings": asdict(settings) | {"horizon": T, "steps": steps},
+        "rho": summarise(pairs(rho[-1, survived])),
+        "V": summarise(pairs(V[-1, survived])),
+        "variance": summarise(np.diagonal(V[-1, survived], axis1=-2, axis2=-1)),
+        "stopped_share": paths.stopped_share,
+        "stopped_interval": list(paths.stopped_interval),
+        "step_effect": asdict(paths.info["step_effect"]) if "step_effect" in paths.info else None,
+        "seconds": seconds,
+    } | {key: value for key, value in paths.info.items() if key == "projections"}
+    arrays = {"t": paths.t.numpy()}
+    if settings.tokens > 1 and survived.any():
+        running = (pairs(rho[i, stopped > t]).ravel() for i, t in enumerate(arrays["t"]))
+        arrays["rho_over_time"] = np.stack([np.percentile(values, PERCENTILES) for values in running], 1)
+        arrays |= densities("rho", pairs(rho[-1, survived]).ravel())
+        arrays |= densities("V", pairs(V[-1, survived]).ravel())
+    return summary, arrays
+
+
+def summarise(values: Float[np.ndarray, "sample entry"]) -> dict[str, Any] | None:
+    """Over the paths that did not stop. Entries of one path depend on each other, so the standard error is that of the paths' means."""
+    if values.size == 0:
+        return None
+    own = values.mean(1)
+    return {
+        "mean": float(values.mean()),
+        "standard_error": float(own.std(ddof=1) / math.sqrt(len(own))) if len(own) > 1 else None,
+        "standard_deviation": float(values.std()),
+        "percentiles": {str(p): float(x) for p, x in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)},
+    }
+
+
+def table(summary: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    settings = summary["settings"]
+    made = Table(title=f"{settings['layers']} at t = {settings['horizon']:g}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("", "mean", "std", *(f"{p} %" for p in PERCENTILES)):
+        made.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for key, label in (("rho", "rho (pairs)"), ("V", "V (pairs)"), ("variance", "V (diagonal)")):
+        row = summary[key]
+        if row is not None:
+            error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.3f}"
+            percentiles = (f"{x:.3f}" for x in row["percentiles"].values())
+            made.add_row(label, f"{row['mean']:.3f}{error}", f"{row['standard_deviation']:.3f}", *percentiles)
+    made.caption = f"stopped: {share_text(summary['stopped_share'], settings['samples'])} of {settings['samples']} paths"
+    return made
+
+
+def remark(summary: dict[str, Any]) -> str:
+    settings = summary["settings"]
+    return f"{settings['steps']} steps in {summary['seconds']:.2f} s; seed {settings['seed']}"
+
+
+def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
+    """A PNG: the spread of rho over time, and the densities of rho and V at the horizon."""
+    from matplotlib.figure import Figure
+
+    blue, grey = "#0072B2", "#999999"
+    settings = summary["settings"]
+    figure = Figure(figsize=(10.5, 3.4), layout="constrained")
+    over_time, at_end, covariance = figure.subplots(1, 3)
+    t, bands = arrays["t"], arrays["rho_over_time"]
+    over_time.fill_between(t, bands[0], bands[4], color=blue, alpha=0.15, linewidth=0, label="5 % to 95 %")
+    over_time.fill_between(t, bands[1], bands[3], color=blue, alpha=0.3, linewidth=0, label="25 % to 75 %")
+    over_time.plot(t, bands[2], "--", color=blue, label="median")
+    over_time.set(xlabel="$t = $ depth / width", ylabel=r"$\rho^{\alpha\beta}_t$", xlim=(t[0], t[-1]))
+    over_time.legend(frameon=False, fontsize=8, loc="best")
+    for axes, name, label in ((at_end, "rho", r"\rho^{\alpha\beta}_T"), (covariance, "V", r"V^{\alpha\beta}_T")):
+        axes.stairs(arrays[f"{name}_heights"], arrays[f"{name}_edges"], fill=True, color=grey, alpha=0.35, label="histogram")
+        axes.plot(arrays[f"{name}_grid"], arrays[f"{name}_density"], "--", color=blue, label="kernel density")
+        axes.axvline(settings["rho"], color="black", linewidth=0.8, linestyle=":", label="start")
+        axes.set(xlabel=f"${label}$", ylabel="density", ylim=(0, None))
+        axes.legend(frameon=False, fontsize=8)
+    names = " + ".join(settings["layers"].split(","))
+    figure.suptitle(
+        rf"Covariance SDE, {names}: $m={settings['tokens']}$, $T={settings['horizon']:g}$, "
+        rf"$\gamma={settings['gamma']:.4g}$, $\tau_0={settings['tau0']:g}$, {settings['samples']} samples",
+        fontsize=10,
+    )
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=160)
+    return buffer.getvalue()

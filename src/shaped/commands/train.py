@@ -1,0 +1,213 @@
+"""The command line of training: data prepare, pretrain, study, collect, glue."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shaped.checks import whole_numbers
+from shaped.commands.lines import Lines, complaint
+from shaped.train.run import settings as training
+
+app = typer.Typer(rich_markup_mode=None)
+text = typer.Typer(rich_markup_mode=None, help="Text for training.", no_args_is_help=True)
+app.add_typer(text, name="data")
+
+
+def a_path(text: str) -> Path:
+    """Of an option. Empty, as from an unset variable of a shell, it would be the folder that one is in."""
+    if not text:
+        raise typer.BadParameter("must be a path, got ''")
+    return Path(text)
+
+
+PLACE: dict[str, Any] = {"parser": a_path, "metavar": "PATH"}
+UNFINISHED = 75  # EX_TEMPFAIL of sysexits.h: training stopped before its end, and the same command goes on
+
+
+@text.command()
+def prepare(
+    text: Annotated[list[str], typer.Option(help="Text files (plain, .gz, .zst) or names of Hugging Face datasets; repeatable.")],
+    out: Annotated[Path, typer.Option(help="Folder for the tokenizer and the arrays.", **PLACE)],
+    valid: Annotated[list[str] | None, typer.Option(help="The same for the test text; repeatable.")] = None,
+    valid_share: Annotated[float, typer.Option(help="Share of the documents that is held out, without --valid.")] = 0.01,
+    vocab: Annotated[int, typer.Option(help="Entries of the vocabulary.")] = 32_000,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 128,
+    cased: Annotated[bool, typer.Option("--cased", help="Keep capitals and accents.")] = False,
+    tokens: Annotated[int | None, typer.Option(help="Stop after so many training tokens.")] = None,
+) -> None:
+    """Train a tokenizer on text and pack the text into memory-mapped arrays; goes on where it was interrupted."""
+    needs("tokenizers", "transformers")
+    from shaped.train.data import prepare as data
+
+    how: dict[str, Any] = {"vocab": vocab, "length": length, "valid_share": valid_share, "cased": cased, "tokens": tokens}
+    lines = Lines()
+    made = data.prepare(text, out, valid=valid, progress=is_terminal(), say=complaint, **how)
+    for part in ("train", "valid"):
+        about = made.facts[part]
+        cut = ", stopped at the limit: the rest is left out" if about["stopped_at_limit"] else ""
+        lines.say(f"{part}: {about['documents']} documents, {about['tokens']} tokens in {about['rows']} rows of {made.length}{cut}")
+    lines.say(f"vocabulary: {made.vocab}")
+    lines.say(f"written: {out}")
+    lines.end(out)
+
+
+def from_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with an option for each setting, which goes into `given` if it was said."""
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in (("config", Config), ("preset", Preset))
+    ]
+    for name, hint in training.HINTS.items():
+        about = training.Settings.__dataclass_fields__[name]
+        choices = f" One of {', '.join(about.metadata['choices'])}." if about.metadata["choices"] else ""
+        default = "" if about.default in (None, training.MISSING) else f" [{about.default}]"
+        place = PLACE if hint is Path else {}
+        option = typer.Option(help=about.metadata["help"] + choices + default, show_default=False, **place)
+        options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint | None, option]))
+
+    def called(config: Path | None = None, **options: Any) -> None:
+        command(config, {name: value for name, value in options.items() if value is not None})
+
+    called.__doc__, called.__name__ = command.__doc__, command.__name__
+    called.__signature__ = inspect.Signature(options)
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in options}
+    return called
+
+
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings; options given beside it prevail.", show_default=False, **PLACE)]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"Defaults by a name: {', '.join(training.PRESETS)}. Settings that are given prevail.", show_default=False),
+]
+
+
+@app.command()
+@from_settings
+def pretrain(config: Path | None, given: dict[str, Any]) -> None:
+    """Train a model on prepared text; the same command goes on with a run that was interrupted, or whose minutes were over (status 75).
+
+    Under torchrun, on several devices.
+    """
+    needs("transformers")
+    from shaped.train.run import loop
+    from shaped.train.run.processes import is_first
+
+    settings = training.Settings.from_toml(config, **given) if config else training.Settings.of(given)
+    lines = Lines()
+    say = lines.say if is_first() else (lambda line: None)
+    say(settings.to_toml())
+    try:
+        result = loop.pretrain(settings, progress=is_terminal(), say=complaint)
+    except loop.Stopped as stopped:
+        say(stopped)
+        raise typer.Exit(UNFINISHED) from None
+    say(f"train loss {result.train_loss:.4f}, test loss {result.test_loss:.4f}")
+    say(f"written: {settings.out}")
+    lines.end(settings.out)
+
+
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(help="TOML file: out, minutes, [defaults], [[run]]…")],
+    minutes: Annotated[float | None, typer.Option(help="Time for all runs; the same command goes on.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the runs, in place of the file's.", **PLACE)] = None,
+    data: Annotated[Path | None, typer.Option(help="Prepared text, in place of the file's.", **PLACE)] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only the run of this name; repeatable.", show_default=False)] = None,
+) -> None:
+    """Run a queue of trainings one after another; those of the same shape share one compiled step.
+
+    The status is 1 if a run failed, else 75 if some are left to do, which the same command does.
+    """
+    needs("transformers")
+    from shaped.train import study as queue
+
+    overrides = {"minutes": minutes, "out": None if out is None else str(out), "data": None if data is None else str(data)}
+    lines, folder = Lines(), queue.plan(file, **overrides)[2]
+    summary = queue.study(file, only=only or (), say=lines.say, progress=is_terminal(), **overrides)
+    diverged = sum(bool(run["why"]) for run in summary["unfinished"])
+    left = {run["name"] for run in summary["unfinished"] if not run["why"]} - summary["failed"].keys()
+    lines.say(f"{len(summary['runs'])} finished, {diverged} diverged, {len(summary['failed'])} failed, {len(left)} unfinished")
+    if summary["failed"]:
+        raise typer.Exit(1)
+    if left & set(only or left):
+        raise typer.Exit(UNFINISHED)
+    lines.end(folder)
+
+
+@app.command()
+def collect(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, folders with such folders, or files that this made.")],
+    out: Annotated[Path, typer.Option(help="JSON file; the metrics go beside it, into a file that ends in .jsonl.", **PLACE)],
+) -> None:
+    """Put runs into one file, with their settings, metrics and GLUE scores; `shaped reproduce --runs` reads it."""
+    from shaped.train import run_records as collection
+
+    found = collection.trained(runs)
+    if not found:
+        raise ValueError(f"runs must have been begun by `shaped pretrain`, got none in {', '.join(map(str, runs))}")
+    collection.collect(found, out)
+    lines = Lines()
+    lines.say(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
+    lines.say(f"written: {out}")
+    lines.end(out)
+
+
+@app.command()
+def glue(
+    runs: Annotated[list[Path], typer.Argument(help="Finished runs of `shaped pretrain`.")],
+    task: Annotated[list[str], typer.Option(help="cola, mrpc or rte; repeatable.")],
+    data: Annotated[Path | None, typer.Option(help="Folder with CoLA, MRPC, RTE; the Hugging Face hub without it.", **PLACE)] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
+    epochs: Annotated[int, typer.Option(help="Epochs.")] = 5,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 5e-4,
+    batch: Annotated[int, typer.Option(help="Examples of a step.")] = 16,
+    warmup: Annotated[float, typer.Option(help="Share of the steps in which the learning rate grows.")] = 0.0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    compile: Annotated[str, typer.Option(help="auto, off, blocks or whole.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line and nothing else.")] = False,
+) -> None:
+    """Fine-tune runs on GLUE tasks, over several seeds, and score them on the development sets."""
+    needs("transformers")
+    from shaped.train import glue as tuning
+
+    how: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": batch, "warmup": warmup, "device": device, "compile": compile}
+    tasks = [tuning.GlueSettings(task=name, seeds=whole_numbers("seeds", seeds), **how) for name in task]
+    steppers: dict[Any, Any] = {}
+    lines, diverged = Lines(), False
+    for run in runs:
+        for settings in tasks:
+            try:
+                summary = tuning.glue(run, settings, data, say=(lambda line: None) if as_json else lines.say, steppers=steppers)
+            except tuning.Diverged as error:  # the others may not
+                complaint(f"shaped: {run}, {settings.task}: {error}")
+                diverged = True
+                continue
+            if as_json:
+                lines.say(json.dumps(summary, allow_nan=False))
+                continue
+            for name in ("matthews", "accuracy", "f1"):
+                spread = "" if summary[name]["std"] is None else f" ± {summary[name]['std']:.3f}"
+                lines.say(f"{name}: {summary[name]['mean']:.3f}{spread} over {len(settings.seeds)} seeds")
+            lines.say(f"written: {run / f'glue-{settings.task}.json'}")
+    if diverged:
+        raise typer.Exit(1)
+    lines.end(*runs)
+
+
+def needs(*packages: str) -> None:
+    missing = [package for package in packages if not find_spec(package)]
+    if missing:
+        raise ValueError(f"training needs {', '.join(missing)} (pip install 'shaped-transformer[train]')")
+
+
+def is_terminal() -> bool:
+    """Does someone see the progress?"""
+    return sys.stderr is not None and sys.stderr.isatty()

@@ -1,0 +1,1 @@
+"""What computes, keeps, checks, draws and reports the pages."""

@@ -1,0 +1,150 @@
+"""Figure 5: where shaped attention becomes unstable, and how gamma delays it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shaped.figures.harness.claims import bootstrap_interval, row
+from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.shared import stability
+from shaped.figures.shared.ensembles import FACES, Ensemble
+from shaped.figures.shared.stability import CAP, NEXT, SLACK, TWO_TOKENS, difference, largest_rise, median, stopping_times
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLE = "Smaller γ delays instability"
+SHOWS = (
+    "Shaped attention from an adversarial start, tokens of length 10√n. Left: paths of the largest eigenvalue of V. Right: stopping time, "
+    "at which an eigenvalue passes 10⁴ or falls below 10⁻⁴, capped at 1. At this start the logits are of order 100/√n, not small: the "
+    "network's softmax saturates, which its limit cannot, so the SDE (dashed) explodes long before the network (solid)."
+)
+
+FALL = 0.5  # of the network's median, capped at 1, from the smallest to the largest γ: "tuning γ smaller will delay" it (Sec. 4.4)
+STABLE = 1.0  # median at the smallest γ: the cap, "very straight forward to stabilize" (Sec. 4.4)
+SURVIVORS = "with two tokens and γ near 1 only part of the SDE's paths explode by time 1, about half at γ = 0.9"
+FRAME = 1e-3  # time between the points of a drawn path of the SDE
+SDE_FALL = 2.0  # ratio of the SDE's medians at the smallest and the largest γ
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(stability.Settings):
+    tau0: float = 1.0
+    gammas: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    drawn: tuple[float, ...] = (0.1, 0.2, 0.7)
+    step: float = 1e-4  # of the SDE, whose paths explode within a few layers
+    paths: int = 8
+
+
+SCALES = {"quick": Settings(gammas=(0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9), step=2e-4), "paper": Settings()}
+
+
+def settings(scale: str) -> Settings:
+    return SCALES[scale]
+
+
+def largest_eigenvalues(ensemble: Ensemble, face: str) -> np.ndarray:
+    """Of each path at each recorded time, [time, sample]; a path that stopped ends there (nan)."""
+    paths = ensemble.of(face)
+    values = np.linalg.eigvalsh(paths.V.cpu().numpy())[..., -1]
+    values[paths.t.numpy()[:, None] > paths.stopped.numpy() + 1e-9] = np.nan
+    return values
+
+
+def compute(settings: Settings, lab: Lab) -> Result:
+    gammas = settings.gammas
+
+    def ensemble(gamma: float, m: int) -> Ensemble:
+        return stability.ensemble(settings, gamma, settings.tau0, m, lab.seed, lab.device, settings.step)
+
+    jobs: dict[Any, Any] = {
+        (m, g, face): partial(stopping_times, ensemble(g, m), face) for m in lab.counts for g in gammas for face in FACES
+    }
+    every = {"network": 1, "sde": max(1, round(FRAME / settings.step))}
+    few = {
+        ("paths", g, face): partial(largest_eigenvalues, replace(ensemble(g, lab.tokens), samples=settings.paths, record=every[face]), face)
+        for g in settings.drawn
+        for face in FACES
+    }
+    found = lab.run(jobs | few)
+    claims, arrays = (
+        [],
+        {"gamma": np.array(gammas), "drawn": np.array(settings.drawn), "bounds": np.array([settings.lower, settings.upper])},
+    )
+    for m in lab.counts:
+        medians = {face: np.array([median(found[m, g, face], lab.seed) for g in gammas]) for face in FACES}
+        network = medians["network"]
+        why, why_sde = (TWO_TOKENS, SURVIVORS) if m == 2 else ("", "")
+        words = f"the median stopping time falls as γ grows; its largest rise {NEXT}"
+        first, low, high = network[0]
+        fold = ratio(found[m, gammas[0], "sde"], found[m, gammas[-1], "sde"], lab.seed)
+        claims += [
+            row("fig5.rise", m, f"network: {words}", *largest_rise(network), at_most=SLACK, why=why),
+            row(
+                "fig5.fall",
+                m,
+                "network: its fall from the smallest to the largest γ",
+                *difference(network[0], network[-1]),
+                at_least=FALL,
+                why=why,
+            ),
+            row("fig5.stable", m, "network: at the smallest γ the median is the cap", first, (low, high), at_least=STABLE),
+            row("fig5.sde.rise", m, f"SDE: {words}", *largest_rise(medians["sde"]), at_most=SLACK, why=why_sde),
+            row("fig5.sde.fall", m, "SDE: median at the smallest γ over that at the largest", *fold, at_least=SDE_FALL, why=why_sde),
+        ]
+        if m == lab.tokens:
+            for face in FACES:
+                arrays[f"median_{face}"] = medians[face]
+                arrays[f"tenth_{face}"] = np.array([np.percentile(found[m, g, face], 10) for g in gammas])
+    for g in settings.drawn:
+        for face in FACES:
+            arrays[f"eigenvalues_{g:g}_{face}"] = found["paths", g, face]
+    return Result(arrays, claims)
+
+
+def ratio(early: np.ndarray, late: np.ndarray, seed: int) -> tuple[float, tuple[float, float]]:
+    both = np.stack([early, late], 1)
+    return bootstrap_interval(both, lambda drawn: float(np.median(drawn[:, 0]) / np.median(drawn[:, 1])), seed)
+
+
+def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
+    from matplotlib.lines import Line2D
+
+    from shaped.figures.harness.style import BLACK, BLUE, LINES, line_key, sheet, steps_of
+
+    figure, (paths, times) = sheet(2)
+    drawn = arrays["drawn"]
+    for gamma, colour in zip(drawn, steps_of(len(drawn)), strict=True):
+        for face in LINES:
+            values = arrays[f"eigenvalues_{gamma:g}_{face}"]
+            paths.plot(np.linspace(0.0, CAP, len(values)), values, LINES[face], color=colour, linewidth=0.8)
+    for bound in arrays["bounds"][1:]:
+        paths.axhline(bound, color=BLACK, linestyle=":", linewidth=0.8)
+    keys = [Line2D([], [], color=colour, label=rf"$\gamma={gamma:g}$") for gamma, colour in zip(drawn, steps_of(len(drawn)), strict=True)]
+    line_key(paths, loc="lower center")
+    paths.legend(handles=keys, loc="lower right")
+    paths.set(xlabel=r"$t=\ell/n$", ylabel=r"$\lambda_{\max}(V_\ell)$", yscale="log", xlim=(0, CAP), ylim=(15, None))
+    for face in LINES:
+        value, low, high = arrays[f"median_{face}"].T
+        colour = BLUE if face == "network" else BLACK
+        name = "network" if face == "network" else "SDE"
+        times.plot(arrays["gamma"], value, LINES[face], color=colour, marker="o", markersize=3, label=f"{name}, median")
+        times.fill_between(arrays["gamma"], low, high, color=colour, alpha=0.15, linewidth=0)
+        times.plot(
+            arrays["gamma"],
+            arrays[f"tenth_{face}"],
+            LINES[face],
+            color=colour,
+            marker="v",
+            markersize=3,
+            alpha=0.6,
+            linewidth=0.9,
+            label=f"{name}, 10th percentile",
+        )
+    times.set(xlabel=r"$\gamma$", ylabel=r"stopping time $t^*$", yscale="log", ylim=(None, 20))
+    times.legend(loc="upper right")
+    return figure

@@ -1,0 +1,114 @@
+"""Figure 6: the entropy of the attention in training, for several learning rates, from finished or unfinished runs."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shaped.figures.harness.claims import mean_interval, row
+from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.shared import runs
+from shaped.train.tables import entropy_curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLE = "The baseline's attention collapses at large learning rates"
+SHOWS = (
+    "Mean entropy of the softmax, over rows and heads, of the first and the seventh layer against training steps, for each learning rate: "
+    "Recover above, Pre-LN below. A cross: loss or gradient no longer finite; the dotted line is what we call collapsed."
+)
+LAYERS, MODELS = (1, 7), ("recover", "preln")
+COLLAPSED, LARGE = 0.5, 1e-3
+"""Nats below which attention is taken to be a point mass (a tenth of the entropy of 128 tokens), and the caption's large learning rate."""
+
+
+def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
+    return runs.settings(places)
+
+
+def compute(settings: runs.Settings, lab: Lab) -> Result:
+    found = runs.read(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and entropy_curves([run], LAYERS))
+    curves = grid(entropy_curves(found, LAYERS))
+    return Result(arrays_of(curves), claims(curves))
+
+
+def arrays_of(curves: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
+    for i, curve in enumerate(curves):
+        key = f"{curve['name']}_{curve['layer']}_{curve['lr']:g}_{i}"
+        arrays[f"{key}_steps"], arrays[f"{key}_entropy"] = (np.array(curve[name], dtype=float) for name in ("steps", "entropy"))
+        arrays[f"{key}_diverged"] = np.array(curve["diverged"])
+    return arrays
+
+
+def grid(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each model the recipe that was run at the most learning rates: what else was tried is another question."""
+    chosen = []
+    for model in MODELS:
+        rates: dict[str, set[float]] = {}
+        for curve in curves:
+            if curve["name"] == model:
+                rates.setdefault(curve["recipe"], set()).add(curve["lr"])
+        if rates:
+            recipe = max(rates, key=lambda one: len(rates[one]))
+            chosen += [curve for curve in curves if (curve["name"], curve["recipe"]) == (model, recipe)]
+    return chosen
+
+
+def claims(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At each learning rate that is as large as the caption's: the mean over seeds of the last entropy, with its 95 % interval.
+
+    As in table1, one seed proves nothing, and runs of the same seed count as one, with their mean. Of runs that came to their end, and
+    where they were to have several numbers of steps, of those that were to have the most.
+    """
+    made = []
+    for layer in LAYERS:
+        for model, words in (("preln", "Pre-LN: the entropy collapses"), ("recover", "Recover: it does not")):
+            here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["ended"]]
+            for rate in sorted({curve["lr"] for curve in here if curve["lr"] >= LARGE}):
+                steps = max(curve["planned"] for curve in here if curve["lr"] == rate)
+                last: dict[int, list[float]] = {}
+                for curve in here:
+                    if (curve["lr"], curve["planned"]) == (rate, steps):
+                        last.setdefault(curve["seed"], []).append(curve["entropy"][-1])
+                value, interval = mean_interval(np.array([statistics.fmean(of_seed) for of_seed in last.values()]))
+                bound: dict[str, Any] = {"at_most": COLLAPSED} if model == "preln" else {"at_least": COLLAPSED}
+                claim = f"layer {layer}, learning rate {rate:g}: {words}; nats at the last step"
+                id = f"fig6.{model}.layer{layer}.lr{rate:g}"
+                made.append(row(id, None, claim, value, interval, **bound))
+    return made
+
+
+def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    from shaped.figures.harness.style import WIDE, steps_of
+
+    figure = Figure(figsize=(WIDE, 4.4), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    keys = [name.removesuffix("_steps") for name in arrays if name.endswith("_steps")]
+    rates = sorted({float(key.split("_")[2]) for key in keys})
+    colours = dict(zip(rates, steps_of(len(rates)), strict=True))
+    for row_of, model in zip(panels, MODELS, strict=True):
+        for axes, layer in zip(row_of, LAYERS, strict=True):
+            for key in keys:
+                name, its_layer, rate, *_ = key.split("_")
+                if (name, int(its_layer)) == (model, layer):
+                    steps, entropy, colour = arrays[f"{key}_steps"], arrays[f"{key}_entropy"], colours[float(rate)]
+                    axes.plot(steps, entropy, color=colour)
+                    if arrays[f"{key}_diverged"]:
+                        axes.plot(steps[-1:], entropy[-1:], "x", color=colour, markersize=6, clip_on=False)
+            axes.axhline(COLLAPSED, color="0.7", linewidth=0.6, linestyle=":")
+            axes.set_title(f"{runs.label(model)}, layer {layer}")
+    handles = [Line2D([], [], color=colours[rate], label=f"lr {rate:g}") for rate in rates]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(rates))
+    for axes in panels[1]:
+        axes.set_xlabel("step")
+    for axes in panels[:, 0]:
+        axes.set(ylabel="entropy (nats)", ylim=(0, None))
+    return figure

@@ -1,0 +1,90 @@
+"""Figure 8: the stopping time of shaped attention over gamma and tau0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shaped.figures.harness.claims import row
+from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.shared import stability
+from shaped.figures.shared.stability import EDGE, NEXT, SLACK, TWO_TOKENS, difference, largest_rise, median, stopping_times
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLE = "Smaller γ and larger τ0 keep attention stable"
+SHOWS = (
+    "Median stopping time of networks of shaped attention, capped at 1, over γ and τ0, "
+    "from the adversarial start and with the bounds of Figure 5."
+)
+
+GAIN = 0.5  # what the best τ0 adds to the median at the worst γ, and the other way round: "very straight forward to stabilize" (Sec. 4.4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(stability.Settings):
+    gammas: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    tau0s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+
+
+SCALES = {"quick": Settings(gammas=(0.05, 0.1, 0.2, 0.4, 0.6, 0.9), tau0s=(0.5, 2.0, 8.0, 32.0, 128.0)), "paper": Settings()}
+
+
+def settings(scale: str) -> Settings:
+    return SCALES[scale]
+
+
+def line_of_medians(settings: Settings, tau0: float, m: int, seed: int, device: str) -> np.ndarray:
+    """Medians with their intervals at one tau0, [gamma, 3]."""
+    times = (stopping_times(stability.ensemble(settings, gamma, tau0, m, seed, device), "network") for gamma in settings.gammas)
+    return np.array([median(drawn, seed) for drawn in times])
+
+
+def compute(settings: Settings, lab: Lab) -> Result:
+    found = lab.run(
+        {(m, tau0): partial(line_of_medians, settings, tau0, m, lab.seed, lab.device) for m in lab.counts for tau0 in settings.tau0s}
+    )
+    claims = []
+    for m in lab.counts:
+        grid = np.stack([found[m, tau0] for tau0 in settings.tau0s])
+        why = TWO_TOKENS if m == 2 else EDGE
+        along_gamma = max((largest_rise(line) for line in grid), key=lambda entry: entry[1][1])
+        along_tau0 = max((largest_rise(grid[::-1, k]) for k in range(len(settings.gammas))), key=lambda entry: entry[1][1])
+        by_gamma, by_tau0 = difference(grid[0, 0], grid[0, -1]), difference(grid[-1, -1], grid[0, -1])
+        claims += [
+            row("fig8.gamma", m, f"at every τ0 the median falls as γ grows; largest rise {NEXT}", *along_gamma, at_most=SLACK, why=why),
+            row("fig8.tau0", m, f"at every γ it grows with τ0; largest fall {NEXT}", *along_tau0, at_most=SLACK),
+            row("fig8.gamma.gain", m, "at the smallest τ0, what the smallest γ adds to the median", *by_gamma, at_least=GAIN, why=why),
+            row("fig8.tau0.gain", m, "at the largest γ, what the largest τ0 adds to the median", *by_tau0, at_least=GAIN, why=why),
+        ]
+    grid = np.stack([found[lab.tokens, tau0][:, 0] for tau0 in settings.tau0s])
+    return Result({"gamma": np.array(settings.gammas), "tau0": np.array(settings.tau0s), "median": grid}, claims)
+
+
+def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
+    from shaped.figures.harness.style import NARROW, sheet
+
+    figure, (axes,) = sheet(1, NARROW, 2.6)
+    values = arrays["median"]
+    image = axes.imshow(values, origin="lower", aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
+    for (i, k), value in np.ndenumerate(values):
+        axes.text(
+            k,
+            i,
+            f"{value:.2f}".lstrip("0") if value < 0.995 else "1",
+            ha="center",
+            va="center",
+            fontsize=5,
+            color="black" if value > 0.55 else "white",
+        )
+    axes.set_xticks(range(len(arrays["gamma"])), [f"{gamma:g}" for gamma in arrays["gamma"]], rotation=45)
+    axes.set_yticks(range(len(arrays["tau0"])), [f"{tau0:g}" for tau0 in arrays["tau0"]])
+    axes.set(xlabel=r"$\gamma$", ylabel=r"$\tau_0$")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    figure.colorbar(image, label=r"median of $t^*$", pad=0.02)
+    return figure

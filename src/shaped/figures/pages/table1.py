@@ -1,0 +1,128 @@
+"""Table 1: test losses of pre-training, from finished runs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shaped.figures.harness.claims import row, student
+from shaped.figures.harness.jobs import Lab, NoData, Result
+from shaped.figures.shared import runs
+from shaped.train.run_records import Trained
+from shaped.train.tables import table1
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TITLE = "Shaped Transformers train as well as Pre-LN"
+SHOWS = (
+    "Loss of masked language modelling on the test text, for each kind of model at its best learning rate and γ. "
+    "Left: during the longest pre-training, every run of it. Right: after pre-training; dots: mean over seeds with its standard deviation; "
+    "crosses: the paper's, on other text after 100,000 steps: only their order compares."
+)
+WITHIN = 0.02
+"""By how much the best shaped model may be above Pre-LN: about the paper's own standard deviations in this table."""
+
+
+def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
+    return runs.settings(places)
+
+
+COLUMNS = {
+    "name": "model",
+    "depth": "depth",
+    "steps": "steps",
+    "lr": "lr",
+    "gamma": "γ",
+    "tau0": "τ0",
+    "seeds": "seeds",
+    "tried": "settings tried",
+    "train_loss": "train loss",
+    "test_loss": "test loss",
+    "test_loss_std": "± std",
+    "paper": "paper",
+    "paper_std": "± std",
+}
+
+
+def compute(settings: runs.Settings, lab: Lab) -> Result:
+    found = runs.read(settings, "results of `shaped pretrain`", lambda run: run.metrics or run.result is not None)
+    rows = table1(run.result for run in found if run.result is not None)
+    if not rows:
+        raise NoData(f"runs must have been finished by `shaped pretrain`, got none that was in {', '.join(settings.runs)}")
+    table = runs.table(rows, COLUMNS)
+    numbers = {name: runs.numbers(rows, name) for name in ("depth", "steps", "test_loss", "test_loss_std", "paper")}
+    return Result(numbers | curves(found) | {"name": np.array([runs.label(line["name"]) for line in rows])}, claims(rows), table)
+
+
+def curves(found: list[Trained]) -> dict[str, np.ndarray]:
+    """The test losses of the runs with the most steps, finished or not."""
+    longest = max(run.settings["steps"] for run in found)
+    arrays = {}
+    for i, run in enumerate(run for run in found if run.settings["steps"] == longest):
+        lines = [line for line in run.metrics if line["kind"] == "test"]
+        arrays[f"curve_{run.kind}_{i}"] = np.array([[line["step"], line["loss"]] for line in lines], dtype=float).reshape(-1, 2)
+    return arrays
+
+
+def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each depth, number of steps, width, batch and text at which both were trained."""
+    made = []
+    places = sorted({(line["depth"], line["steps"], line["task"]) for line in rows})
+    alike = Counter(place[:2] for place in places)
+    for depth, steps, task in places:
+        here = [line for line in rows if (line["depth"], line["steps"], line["task"]) == (depth, steps, task)]
+        baseline = [line for line in here if line["name"] == "preln"]
+        shaped = [line for line in here if line["name"] in ("recover", "learn", "fixed")]
+        if baseline and shaped:
+            # One seed proves nothing, neither for nor against: where others have more, it is left out.
+            several = [line for line in shaped if line["seeds"] > 1]
+            best = min(several or shaped, key=lambda line: line["test_loss"])
+            value = best["test_loss"] - baseline[0]["test_loss"]
+            claim = (
+                f"d = {depth}, {steps} steps: the best shaped model ({runs.label(best['name'])}) is as good as Pre-LN; test loss beyond it"
+            )
+            id = f"table1.d{depth}.s{steps}"
+            if alike[depth, steps] > 1:  # of other text or another width
+                id += "." + hashlib.sha256(task.encode()).hexdigest()[:6]
+            made.append(row(id, None, claim, value, around(value, best, baseline[0]), at_most=WITHIN))
+    return made
+
+
+def around(value: float, *lines: dict[str, Any]) -> tuple[float, float]:
+    """The 95 % interval of a difference of means over seeds; without an end where there is one seed."""
+    if any(line["seeds"] < 2 for line in lines):
+        return -math.inf, math.inf
+    error = math.sqrt(sum(line["test_loss_std"] ** 2 / line["seeds"] for line in lines))
+    reach = student(sum(line["seeds"] - 1 for line in lines)) * error
+    return value - reach, value + reach
+
+
+def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
+    from shaped.figures.harness.style import BLACK, BLUE, COLOURS, GREY, ORANGE, sheet
+
+    figure, (left, right) = sheet(2, height=max(2.5, 1.1 + 0.28 * len(arrays["name"])))
+    colours = COLOURS | {"recover": BLUE, "learn": ORANGE}
+    named = set()
+    for key in (key for key in arrays if key.startswith("curve_")):
+        kind = key.split("_")[1]
+        label = None if kind in named else runs.label(kind)
+        left.plot(*arrays[key].T, ".-", color=colours.get(kind, GREY), markersize=3, label=label)
+        named.add(kind)
+    left.set(xlabel="step", ylabel="test loss")
+    left.legend(loc="best")
+    at = np.arange(len(arrays["name"]))[::-1]
+    spread = np.nan_to_num(arrays["test_loss_std"])
+    right.errorbar(arrays["test_loss"], at, xerr=spread, fmt="o", color=BLUE, markersize=4, capsize=2, label="measured")
+    right.plot(arrays["paper"], at, "x", color=BLACK, markersize=5, label="paper")
+    labels = [
+        f"{name}, $d={d:.0f}$, {steps:.0f} steps" for name, d, steps in zip(arrays["name"], arrays["depth"], arrays["steps"], strict=True)
+    ]
+    right.set(yticks=at, yticklabels=labels, xlabel="test loss", ylim=(-0.6, len(at) - 0.4))
+    figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    return figure

@@ -1,0 +1,82 @@
+"""Stopping times of shaped attention from an adversarially large start: what figures 5 and 8 have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from jaxtyping import Float
+
+from shaped.figures.harness.claims import bootstrap_interval
+from shaped.figures.shared.ensembles import Ensemble
+from shaped.layers import ShapedAttention
+
+CAP = 1.0
+EDGE = "near the edge of stability (τ0 = 8 to 16 with four tokens) the median rises again beyond γ = 0.7 to 0.8"
+NEXT = "between neighbours on the grid"
+TWO_TOKENS = (
+    "with two tokens the largest eigenvalue grows by at most 6 % a layer, near γ = 0.5 to 0.7, and more slowly beyond "
+    "(with four by 15 to 20 %): the median is smallest near γ = 0.5 and rises again"
+)
+SLACK = 0.05  # medians of 100 samples: neighbours on a grid may be out of order by this much and still count as ordered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Fig. stability: tokens of length 10·sqrt(n), so that V0 has eigenvalues of order 100; a path stops where one leaves the bounds."""
+
+    n: int = 200
+    d: int = 200
+    variance: float = 100.0
+    rho: float = 0.2
+    upper: float = 1e4
+    lower: float = 1e-4
+    samples: int = 100
+
+
+def ensemble(settings: Settings, gamma: float, tau0: float, m: int, seed: int, device: str, step: float = 0.01) -> Ensemble:
+    return Ensemble(
+        layer=ShapedAttention(gamma, tau0),
+        m=m,
+        n=settings.n,
+        d=settings.d,
+        samples=settings.samples,
+        seed=seed,
+        rho=settings.rho,
+        variance=settings.variance,
+        step=step,
+        upper=settings.upper,
+        lower=settings.lower,
+        device=device,
+    )
+
+
+def stopping_times(ensemble: Ensemble, face: str) -> Float[np.ndarray, " sample"]:
+    """t* = d*/n, capped at 1 as in the paper."""
+    return np.minimum(ensemble.of(face).stopped.numpy(), CAP)
+
+
+def median(times: Float[np.ndarray, " sample"], seed: int) -> tuple[float, float, float]:
+    value, (low, high) = bootstrap_interval(times, lambda drawn: float(np.median(drawn)), seed)
+    return value, low, high
+
+
+def largest_rise(medians: Float[np.ndarray, "step 3"]) -> tuple[float, tuple[float, float]]:
+    """The rise between neighbours that may be the largest, of medians with their intervals; 0 if there is none."""
+    rises = [rise(before, after) for before, after in pairwise(medians)]
+    value, (low, high) = max(rises, key=lambda entry: entry[1][1])
+    return max(0.0, value), (max(0.0, low), max(0.0, high))
+
+
+def rise(before: Float[np.ndarray, " 3"], after: Float[np.ndarray, " 3"]) -> tuple[float, tuple[float, float]]:
+    """From one median to the next, independent of it: the reaches of their intervals add up as errors do."""
+    value = float(after[0] - before[0])
+    down = float(np.hypot(after[0] - after[1], before[2] - before[0]))
+    up = float(np.hypot(after[2] - after[0], before[0] - before[1]))
+    return value, (value - down, value + up)
+
+
+def difference(more: Float[np.ndarray, " 3"], less: Float[np.ndarray, " 3"]) -> tuple[float, tuple[float, float]]:
+    """Of two medians with their intervals; its own is a little too wide, which is the safe side."""
+    return more[0] - less[0], (more[1] - less[2], more[2] - less[1])

@@ -1,0 +1,1 @@
+"""The Triton sources of the fused operations. Importing them imports Triton."""

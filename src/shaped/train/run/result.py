@@ -1,0 +1,122 @@
+"""A finished run in one row, and the command and the commit that made it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import typing
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shaped.files import entries, read_json
+from shaped.train.run.settings import PRESETS, Settings
+
+MAIN = ("model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed")  # settings that a result says beside the others
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run in one row."""
+
+    model: str
+    schedule: str
+    depth: int
+    width: int
+    steps: int
+    lr: float
+    gamma: float
+    seed: int
+    train_loss: float
+    test_loss: float
+    command: str
+    commit: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Result:
+        """From what `to_dict` made, also before there were the last entries; or an error that says what is wrong with it."""
+        kinds = {name: typing.get_origin(kind) or kind for name, kind in typing.get_type_hints(cls).items()}
+        if other := sorted(row.keys() - kinds.keys()):
+            raise ValueError(f"it has {', '.join(other)}, which no result has")
+        later = {about.name for about in fields(cls) if about.default is not MISSING or about.default_factory is not MISSING}
+        entries("it", row, **{name: kind for name, kind in kinds.items() if name in row or name not in later})
+        for name in MAIN:
+            if row.get("settings", {}).get(name, row[name]) != row[name]:
+                raise ValueError(f"it has two values of {name}, {row[name]} and {row['settings'][name]}")
+        check_settings(row.get("settings", {}) | {name: row[name] for name in MAIN})
+        return cls(**row)
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        return read_result(path)[0]
+
+    @property
+    def name(self) -> str:
+        return kind_of(self.model, self.schedule)
+
+
+def read_result(path: Path) -> tuple[Result, dict[str, str]]:
+    """A result.json: the result, and the hashes of the files that the run wrote before it; older ones have none."""
+    try:
+        row = read_json(path)
+        files = row.pop("files", {})
+        entries("files", files, **dict.fromkeys(files, str) if isinstance(files, dict) else {})
+        return Result.of(row), files
+    except ValueError as error:
+        raise ValueError(f"{path} must be the result of a run of `shaped pretrain`, got something else: {error}") from None
+
+
+def check_settings(given: dict[str, Any]) -> None:
+    """Could a run have had these? The paper's stand for those that a run from before they existed does not say."""
+    Settings.of({"data": "-", "out": "-"} | PRESETS["paper"] | given)
+
+
+def check_scores(name: str, scores: Any) -> dict[str, Any]:
+    """What `shaped glue` says of a task; a ValueError of one line if it is something else."""
+    entries(name, scores, task=str, score=str, seeds=list)
+    entries(name, scores, **{scores["score"]: dict})
+    measured = entries(f"{scores['score']} of {name}", scores[scores["score"]], mean=float)
+    if measured.get("std") is not None:
+        entries(f"{scores['score']} of {name}", measured, std=float)
+    if not scores["seeds"]:
+        raise ValueError(f"{name} must have seeds, got none")
+    return scores
+
+
+def kind_of(model: str, schedule: str) -> str:
+    """What the paper's tables call a run: the schedule, or the kind of block of a baseline."""
+    return schedule if model == "shaped" else model
+
+
+def commit() -> str:
+    """What SHAPED_COMMIT says, for code that came without its history, or else the checkout's."""
+    if stated := os.environ.get("SHAPED_COMMIT"):
+        return stated
+    try:
+        asked = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def command_line(settings: Settings) -> str:
+    """The command that makes this run: what differs from the defaults. Folders by their last name."""
+    words = ["shaped", "pretrain"]
+    for about in fields(settings):
+        value = getattr(settings, about.name)
+        if about.name == "minutes" or (about.default is not MISSING and value == about.default):
+            continue
+        option = about.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", value.name if isinstance(value, Path) else str(value)]
+    return shlex.join(words)
