@@ -1,6 +1,6 @@
 """The shaped Transformer: its infinite-depth-and-width limit and its finite networks, as one object each."""
 
-from shaped.commands import interrupts
+from shaped import interrupts
 
 interrupts.while_loading()
 

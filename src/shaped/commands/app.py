@@ -14,9 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shaped import __version__
+from shaped import __version__, interrupts
 from shaped.checks import whole_numbers
-from shaped.commands import interrupts
 from shaped.commands import train as commands
 from shaped.commands.lines import Lines, complaint, flush
 from shaped.commands.train import PLACE
