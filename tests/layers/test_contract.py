@@ -7,7 +7,7 @@ import torch
 
 import shaped
 from shaped.covariance import Point, vech
-from shaped.layers.feedforward import absolute_kernel, relaxation_rate
+from shaped.nn.activations.relu import absolute_kernel
 from shaped.randomness import GeneratorNormals
 from stats import assert_covariance, assert_mean, generator, random_covariance
 
@@ -134,7 +134,7 @@ def test_slopes_that_grow_with_the_root_of_the_step_would_be_of_order_one_half()
     """Why the ReLU's step is a relaxation: the arc-cosine map with slopes 1 + c·sqrt(h), which suggests itself, halves its
     error only every other halving of the step. The flow has no noise, so both orders can be read off."""
     c_plus, c_minus = 0.0, -1.0
-    V0, rate = shaped.equicorrelated(2, 0.2), relaxation_rate(c_plus, c_minus)
+    V0, rate = shaped.equicorrelated(2, 0.2), (c_plus - c_minus) ** 2 / 4
 
     def rho_at_one(share, steps):
         V = V0

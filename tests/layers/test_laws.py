@@ -9,6 +9,7 @@ from laws import EVERY, OTHERS, SHAPED
 import shaped
 from shaped.covariance import Point, factor, vech
 from shaped.layers.base import ResidualLayer, Sizes
+from shaped.nn.activations import LeakyReLU
 from shaped.randomness import Stream
 from stats import assert_mean, assert_same_moments, generator, random_covariance, seed
 
@@ -170,17 +171,17 @@ def test_slopes_of_unequal_size_approach_the_limit_only_like_the_root_of_n():
         layer = shaped.ShapedPerceptron(c_plus, c_minus)
         wrong = []
         for n in (4096, 8192):
-            positive, negative = layer.slopes(n)
-            a, e = (positive + negative) / 2, (positive - negative) / 2
+            at = layer.shape.at(n)
+            assert isinstance(at, LeakyReLU)
+            a, e = (at.positive_slope + at.negative_slope) / 2, (at.positive_slope - at.negative_slope) / 2
             share = e**2 / (a**2 + e**2)
             rate = (c_plus - c_minus) ** 2 / 4
             wrong.append(abs(n * share / rate - 1))
         assert wrong[0] / wrong[1] == pytest.approx(ratio, rel=0.02)
         n = 64
-        positive, negative = layer.slopes(n)
-        a, e = (positive + negative) / 2, (positive - negative) / 2
+        a, e = 1 + (c_plus + c_minus) / 2 / n**0.5, (c_plus - c_minus) / 2 / n**0.5
         drawn = shaped.propagate(layer, V, n=n, d=1, samples=400_000, seed=seed(59), record="last").V[-1]
-        exact = V + layer.drift(V) / layer.terms[1].rate * e**2 / (a**2 + e**2)  # pyright: ignore[reportAttributeAccessIssue]
+        exact = V + layer.drift(V) / ((c_plus - c_minus) ** 2 / 4) * e**2 / (a**2 + e**2)
         assert_mean(vech(drawn), vech(exact))
 
 
