@@ -37,11 +37,20 @@ def draw_tokens(V: Tensor, n: int, g: torch.Generator) -> Tensor:
     return math.sqrt(n) * torch.linalg.cholesky(V) @ (vectors / values.sqrt() @ vectors.mT @ Z)
 
 
-def check_drift_of_branch(layer: ResidualLayer, m: int = 3, n: int = 64, samples: int = 800_000, reject: bool = True) -> None:
-    """n·E[V' - V] → b for a residual layer, with a bias that halves when n doubles. An error of 5 % is rejected if `reject`."""
+def check_drift_of_branch(
+    layer: ResidualLayer, m: int = 3, n: int = 64, samples: int = 800_000, reject: bool = True, control: ResidualLayer | None = None
+) -> None:
+    """n·E[V' - V] → b for a residual layer, with a bias that halves when n doubles. An error of 5 % is rejected if `reject`.
+
+    `control` is a layer with drift 0 that draws the same normals, such as `ShapedFeedForward(gamma, 0.0, 0.0)` for a feed-forward layer.
+    Its samples are subtracted, which removes most of the noise.
+    """
     V = random_covariance(m, 56)
     b = vech(layer.drift(V))
     drawn = [_branch_drifts(layer, V, k * n, samples).double() for k in (1, 2, 4)]
+    if control is not None:
+        assert control.drift(V).abs().max() == 0.0, f"control must have drift 0, got {control!r}"
+        drawn = [x - _branch_drifts(control, V, k * n, samples).double() for x, k in zip(drawn, (1, 2, 4), strict=True)]
     means, errors = [x.mean(0) for x in drawn], [x.std(0) / len(x) ** 0.5 for x in drawn]
     C = 20.0 * b.abs().max()
     for k, mean, error in zip((1, 2, 4), means, errors, strict=True):
