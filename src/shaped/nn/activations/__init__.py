@@ -3,10 +3,11 @@
 from shaped.nn.activations.base import Activation as Activation
 from shaped.nn.activations.base import Flow as Flow
 from shaped.nn.activations.base import ShapedActivation as ShapedActivation
+from shaped.nn.activations.gelu import ShapedGELU as ShapedGELU
 from shaped.nn.activations.relu import LeakyReLU as LeakyReLU
 from shaped.nn.activations.relu import ShapedReLU as ShapedReLU
 
-ACTIVATIONS: dict[str, type[ShapedActivation]] = {kind.name: kind for kind in (ShapedReLU,)}
+ACTIVATIONS: dict[str, type[ShapedActivation]] = {kind.name: kind for kind in (ShapedReLU, ShapedGELU)}
 """By the names that configs and settings use."""
 
 
