@@ -6,6 +6,6 @@ import torch
 from jaxtyping import install_import_hook
 
 torch.set_num_threads(1)  # the tests run in several processes
-LAYERS = [f"shaped.layers.{name}" for name in ("terms", "attention", "feedforward")] + ["shaped.nn.networks"]
+LAYERS = [f"shaped.layers.{name}" for name in ("terms", "attention", "feedforward")] + ["shaped.nn.networks", "shaped.nn.activations.relu"]
 if importlib.util.find_spec("beartype") is not None:  # it is among what `make test` installs, but not on every machine with a GPU
     install_import_hook(LAYERS, "beartype.beartype")  # for as long as the tests run; given to `with`, it would end with its block

@@ -10,7 +10,7 @@ from scipy.stats import ks_2samp, wasserstein_distance
 import shaped
 from refusals import refused
 from shaped.compare import distances
-from stats import seed
+from shaped.testing.stats import seed
 
 
 def trajectory(V: torch.Tensor, stopped: int = 0) -> shaped.Trajectory:

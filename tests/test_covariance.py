@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from shaped.covariance import FEW, batch_innermost, correlation, equicorrelated, factor, gram, product, vech, weighted_mean
-from stats import generator, random_covariance
+from shaped.testing.stats import generator, random_covariance
 
 
 def test_gram_and_correlation():

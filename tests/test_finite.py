@@ -9,7 +9,7 @@ import torch
 
 import shaped
 from shaped.covariance import vech
-from stats import KS_AT_Z, assert_same_moments, seed
+from shaped.testing.stats import KS_AT_Z, assert_same_moments, seed
 
 FIGURE_1 = shaped.ShapedAttention(8**-0.5) >> shaped.ShapedFeedForward(8**-0.5, 0.0, -1.0)
 V0 = shaped.equicorrelated(4, 0.2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shaped
-from stats import KS_AT_Z, seed
+from shaped.testing.stats import KS_AT_Z, seed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,7 +12,7 @@ from scipy.linalg import solve_banded
 from scipy.stats import norm
 
 import shaped
-from stats import Z, assert_distribution, assert_mean, generator, seed
+from shaped.testing.stats import Z, assert_distribution, assert_mean, generator, seed
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 

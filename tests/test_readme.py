@@ -30,7 +30,9 @@ def test_the_examples_print_what_is_shown():
     assert run(code) == shown
 
 
-@pytest.mark.parametrize(("page", "word"), [("modules", "Recover"), ("huggingface", "ShapingCallback")])
+@pytest.mark.parametrize(
+    ("page", "word"), [("modules", "Recover"), ("huggingface", "ShapingCallback"), ("adding-a-layer", "ResidualLayer")]
+)
 def test_the_examples_of_a_page_print_what_is_shown(page, word):
     code, shown = examples((ROOT / "docs" / f"{page}.md").read_text())
     assert word in code

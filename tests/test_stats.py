@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from stats import assert_covariance, assert_distribution, assert_mean, assert_same_moments, generator
+from shaped.testing.stats import assert_covariance, assert_distribution, assert_mean, assert_same_moments, generator
 
 
 def test_mean_accepts_truth_and_rejects_five_percent():

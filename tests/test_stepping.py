@@ -14,7 +14,7 @@ from shaped.layers.terms import WeightNoise
 from shaped.limit import default_steps
 from shaped.randomness import GeneratorNormals
 from shaped.stepping import moments, standard_error
-from stats import Z, assert_mean, generator, seed
+from shaped.testing.stats import Z, assert_mean, generator, seed
 
 TRANSFORMER = shaped.ShapedAttention(8**-0.5) >> shaped.ShapedFeedForward(8**-0.5)
 EXPLOSIVE = shaped.ShapedAttention(0.7, 0.25, heads=8, project=True, mask="causal")

@@ -22,6 +22,8 @@ from shaped.layers import ShapedFeedForward as ShapedFeedForward
 from shaped.layers import ShapedPerceptron as ShapedPerceptron
 from shaped.layers import alibi as alibi
 from shaped.limit import solve as solve
+from shaped.nn.activations import ShapedGELU as ShapedGELU
+from shaped.nn.activations import ShapedReLU as ShapedReLU
 from shaped.stepping import StepEffect as StepEffect
 from shaped.stepping import StepWarning as StepWarning
 from shaped.trajectory import Trajectory as Trajectory

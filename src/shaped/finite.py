@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -76,7 +77,7 @@ def propagate(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float64,
     chunk: int | None = None,
-    executor: engine.Executor | None = None,
+    executor: Executor | None = None,
     progress: bool | None = None,
 ) -> Trajectory:
     """Samples the covariance V = XXᵀ/n through d layers of a random network of width n, exactly in law, at time t = layer/n.
@@ -94,6 +95,18 @@ def propagate(
         path: "gram" (covariances alone), "tokens", or "auto": "gram" where the layers allow it.
         record, upper, lower, device, dtype, chunk, executor, progress: as in `solve`.
     """
+    options = engine.RunOptions(
+        samples=samples,
+        seed=seed,
+        record=record,
+        upper=upper,
+        lower=lower,
+        device=device,
+        dtype=dtype,
+        chunk=chunk,
+        executor=executor,
+        progress=progress,
+    )
     sizes, d = Sizes(n, n_k), whole_number("d", d)
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
@@ -105,20 +118,5 @@ def propagate(
     if path == "gram" and layer.needs_tokens:
         raise ValueError(f"path must be 'tokens' or 'auto' for {layer!r}, which looks at single features, got 'gram'")
     by_tokens = layer.needs_tokens or path == "tokens"
-    return engine.run(
-        TokenSteps(layer, sizes) if by_tokens else GramSteps(layer, sizes),
-        V0,
-        steps=d,
-        dt=1.0 / n,
-        samples=samples,
-        seed=seed,
-        record=record,
-        upper=upper,
-        lower=lower,
-        device=device,
-        dtype=dtype,
-        chunk=chunk,
-        executor=executor,
-        progress=progress,
-        info={"path": "tokens" if by_tokens else "gram", "n": n, "d": d},
-    )
+    process = TokenSteps(layer, sizes) if by_tokens else GramSteps(layer, sizes)
+    return engine.run(process, V0, options, steps=d, dt=1.0 / n, info={"path": "tokens" if by_tokens else "gram", "n": n, "d": d})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any, ClassVar
@@ -114,7 +115,7 @@ def solve(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float64,
     chunk: int | None = None,
-    executor: engine.Executor | None = None,
+    executor: Executor | None = None,
     progress: bool | None = None,
     check: bool | None = None,
 ) -> Trajectory:
@@ -141,10 +142,22 @@ def solve(
             `StepWarning` says so where that is, by three standard errors of the estimate, more than the sampling error. By default where
             `steps` is left out and there are at least 512 samples.
     """
+    options = engine.RunOptions(
+        samples=samples,
+        seed=seed,
+        record=record,
+        upper=upper,
+        lower=lower,
+        device=device,
+        dtype=dtype,
+        chunk=chunk,
+        executor=executor,
+        progress=progress,
+    )
     check_layer(layer)
     T = positive("T", T)
-    chosen = steps is None
     m = (as_tensor("V0", V0).shape or (0,))[-1]
+    by_default = steps is None
     steps = default_steps(layer, m, T) if steps is None else whole_number("steps", steps, most=MOST_STEPS)
     least = max((math.ceil(T / MOST_PARTS / term.longest(m)) for term in layer.terms if isinstance(term, WeightNoise)), default=1)
     if steps < least:
@@ -153,31 +166,18 @@ def solve(
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
     if check is not None and not isinstance(check, bool):
         raise ValueError(f"check must be True, False or None, got {check!r}")
-    h, terms = T / steps, layer.terms
-    how: dict[str, Any] = {
-        "steps": steps,
-        "dt": h,
-        "seed": seed,
-        "upper": upper,
-        "lower": lower,
-        "device": device,
-        "dtype": dtype,
-        "chunk": chunk,
-        "executor": executor,
-        "progress": progress,
-    }
+    h, make_steps = T / steps, METHODS[method]
     event = "projections" if method == "euler" else None
-    made = METHODS[method]
-    info = {"method": method, "steps": steps}
-    paths = engine.run(made(terms, h), V0, samples=samples, record=record, info=info, event=event, **how)
+    whole = make_steps(layer.terms, h)
+    paths = engine.run(whole, V0, options, steps=steps, dt=h, info={"method": method, "steps": steps}, event=event)
     count = paths.V.shape[1] // 32
-    if check or (check is None and chosen and count >= 16):
+    if check or (check is None and by_default and count >= 16):
         count = max(count, min(PAIRS, paths.V.shape[1]))
-        starts = engine.checked_start(V0, samples, dtype)
+        starts = engine.prepare_start(V0, samples, dtype)
         starts = starts[:: len(starts) // count][:count].repeat_interleave(2, 0)
-        half = made(tuple(term.halved() for term in terms), h / 2)
-        halved = HalvedSteps(made(terms, h), half, engine.Bounds(upper, lower))
-        pairs = engine.run(halved, starts, samples=None, record="last", info={}, **how)
+        half = make_steps(tuple(term.halved() for term in layer.terms), h / 2)
+        halved = HalvedSteps(whole, half, engine.Bounds(upper, lower))
+        pairs = engine.run(halved, starts, replace(options, samples=None, record="last"), steps=steps, dt=h, info={})
         effect = StepEffect.of(pairs)
         warn_of_step(effect, paths, steps)
         paths.info["step_effect"] = effect

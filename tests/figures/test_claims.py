@@ -21,7 +21,7 @@ from shaped.figures.harness.claims import (
     verdict,
 )
 from shaped.figures.shared.stability import largest_rise
-from stats import seed
+from shaped.testing.stats import seed
 
 
 @pytest.mark.parametrize(

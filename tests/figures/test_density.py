@@ -2,7 +2,7 @@ import numpy as np
 from scipy.stats import norm
 
 from shaped.figures.shared.density import correlation_density, kernel_density, pairs
-from stats import seed
+from shaped.testing.stats import seed
 
 
 def test_kernel_density_of_a_normal():

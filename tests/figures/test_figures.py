@@ -12,7 +12,7 @@ from shaped.figures.harness.jobs import Lab
 from shaped.figures.pages import fig2
 from shaped.figures.shared import ensembles, laws
 from shaped.layers import attention, logits, masks
-from stats import generator, seed
+from shaped.testing.stats import generator, seed
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from transformers import DynamicCache, StaticCache
 
 from refusals import refused
 from shaped import hf
-from stats import generator
+from shaped.testing.stats import generator
 
 EVERY = ENCODERS | DECODERS | BOTH | IMAGES | {"umt5": umt5}
 

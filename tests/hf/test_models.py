@@ -27,7 +27,7 @@ from shaped.hf import (
     vanilla,
 )
 from shaped.nn import Recover, ShapedEncoder, gains
-from stats import generator
+from shaped.testing.stats import generator
 
 VOCABULARY, N, DEPTH, HEADS = 40, 32, 3, 4
 BLOCKS = ["shaped", "vanilla", "preln", "postln"]

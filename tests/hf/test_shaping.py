@@ -16,7 +16,7 @@ from refusals import refused
 from shaped import hf
 from shaped.hf.attention import attention_forward
 from shaped.nn import AttentionShaping, Recover, gains
-from stats import generator
+from shaped.testing.stats import generator
 
 EVERY = ENCODERS | DECODERS | BOTH | IMAGES
 

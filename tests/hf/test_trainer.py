@@ -27,7 +27,7 @@ from shaped.hf.attention import observers
 from shaped.hf.callbacks import layers
 from shaped.nn import Recover, gains
 from shaped.nn.diagnostics import attention_entropy, token_correlation
-from stats import generator
+from shaped.testing.stats import generator
 
 
 class Text(Dataset):

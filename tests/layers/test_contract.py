@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import shaped
+from shaped import testing
 from shaped.covariance import Point, vech
-from shaped.layers.feedforward import absolute_kernel, relaxation_rate
+from shaped.nn.activations.relu import absolute_kernel
 from shaped.randomness import GeneratorNormals
-from stats import assert_covariance, assert_mean, generator, random_covariance
+from shaped.testing.limit import step_moments
+from shaped.testing.stats import assert_mean, generator, random_covariance
 
 M = 3
 BIAS = torch.tensor([[0.0, 1.0, -1.0], [0.5, 0.0, float("-inf")], [0.3, -0.2, 0.1]], dtype=torch.float64)
@@ -34,83 +36,29 @@ def layer(request):
 
 
 def test_noise_has_covariance_sigma(layer):
-    V, g = random_covariance(M, 5), generator(6)
-    draws = [vech(layer.noise(V.expand(125_000, M, M), g)) for _ in range(8)]
-    samples = torch.cat(draws)
-    assert len(samples) == 1_000_000
-    assert_mean(samples, 0.0)
-    assert_covariance(samples, layer.Sigma(V))
+    testing.check_noise(layer, M)
 
 
 def test_noise_is_symmetric_and_reproducible(layer):
-    V = random_covariance(M, 7, (5,))
-    one, two = (layer.noise(V, torch.Generator().manual_seed(3)) for _ in range(2))
-    assert torch.equal(one, two)
-    assert torch.equal(one, one.mT)
+    testing.check_symmetry(layer, M)
 
 
 def test_sigma_is_positive_semidefinite(layer):
-    for m in range(2, 7) if layer not in (LAYERS["biased"], LAYERS["heads, ALiBi"]) else [M]:
-        eigenvalues = torch.linalg.eigvalsh(layer.Sigma(random_covariance(m, m, (8,))))
-        assert (eigenvalues[:, 0] >= -1e-12 * eigenvalues[:, -1]).all()
+    testing.check_Sigma(layer, range(2, 7) if layer not in (LAYERS["biased"], LAYERS["heads, ALiBi"]) else [M])
 
 
 def test_batches_are_single_matrices(layer):
-    V = random_covariance(M, 8, (2, 3))
-    for of in (layer.drift, layer.Sigma):
-        whole = of(V)
-        assert whole.shape[:2] == (2, 3)
-        assert torch.allclose(whole[1, 2], of(V[1, 2]), rtol=1e-13, atol=1e-15)
+    testing.check_batches(layer, M)
 
 
 @pytest.mark.parametrize("name", SYMMETRIC)
 @pytest.mark.parametrize("m", [2, 5, 9])
 def test_permuting_the_tokens_permutes_the_limit(name, m):
-    layer, g = LAYERS[name], generator(9)
-    V, order = random_covariance(m, 9), torch.randperm(m, generator=g)
-    shuffled = V[order][:, order]
-    assert torch.allclose(layer.drift(shuffled), layer.drift(V)[order][:, order], rtol=1e-12, atol=1e-14)
-    rows, columns = torch.triu_indices(m, m)
-    label = torch.empty(m, m, dtype=torch.long)
-    label[rows, columns] = label[columns, rows] = torch.arange(len(rows))
-    same = label[order[rows], order[columns]]
-    assert torch.allclose(layer.Sigma(shuffled), layer.Sigma(V)[same][:, same], rtol=1e-12, atol=1e-14)
-
-
-class Mirrored(GeneratorNormals):
-    """The same normals with the other sign: averaged with the first run, what is odd in them cancels."""
-
-    def normal(self, *shape):
-        return -super().normal(*shape)
-
-
-def one_step(terms, V, h):
-    """The upper triangle of (V' - V)/h after one step, for normals and for mirrored normals."""
-    for source in (GeneratorNormals, Mirrored):
-        points, normals = Point(matrix=V.expand(400_000, M, M)), source(torch.Generator().manual_seed(12), V)
-        for term in terms:
-            points = term.move(points, h, normals)
-        yield (vech(points.V) - vech(V)) / h
-
-
-def step_moments(terms, V, h=0.02):
-    """Samples whose means are drift and covariance as h goes to 0. Two step sizes with the same normals take out the term in h."""
-    (full, mirrored_full), (half, mirrored_half) = (one_step(terms, V, step) for step in (h, h / 2))
-    drift = (2 * half - full + 2 * mirrored_half - mirrored_full) / 2
-    squares = [step * x[:, :, None] * x[:, None, :] for x, step in ((full - full.mean(0), h), (half - half.mean(0), h / 2))]
-    return drift, 2 * squares[1] - squares[0]
+    testing.check_permutation(LAYERS[name], m)
 
 
 def test_a_small_step_has_the_limits_moments(layer):
-    """E[V'] = V + h b + O(h²) and Cov[V'] = h Sigma + O(h²): what weak order 1 rests on."""
-    V = random_covariance(M, 11) / 2  # attention is slow here: it takes both steps whole
-    drift, covariance = step_moments(layer.terms, V)
-    Sigma = layer.Sigma(V)
-    left = 10 * 0.02**2 * Sigma.max().item()  # O(h²)
-    assert_mean(drift, vech(layer.drift(V)), bias=left)
-    assert_mean(covariance, Sigma, bias=left)
-    with pytest.raises(AssertionError):
-        assert_mean(covariance, 1.05 * Sigma, bias=left)
+    testing.check_solver_step(layer, M)
 
 
 @pytest.mark.parametrize("name", ["attention", "biased", "heads, projected"])
@@ -134,7 +82,7 @@ def test_slopes_that_grow_with_the_root_of_the_step_would_be_of_order_one_half()
     """Why the ReLU's step is a relaxation: the arc-cosine map with slopes 1 + c·sqrt(h), which suggests itself, halves its
     error only every other halving of the step. The flow has no noise, so both orders can be read off."""
     c_plus, c_minus = 0.0, -1.0
-    V0, rate = shaped.equicorrelated(2, 0.2), relaxation_rate(c_plus, c_minus)
+    V0, rate = shaped.equicorrelated(2, 0.2), (c_plus - c_minus) ** 2 / 4
 
     def rho_at_one(share, steps):
         V = V0
@@ -158,11 +106,7 @@ def test_slopes_that_grow_with_the_root_of_the_step_would_be_of_order_one_half()
 
 
 def test_drift_and_sigma_of_a_chain_are_the_sums():
-    a, b = LAYERS["biased"], LAYERS["feed-forward"]
-    V = random_covariance(M, 13, (4,))
-    for chain in (a >> b, b >> a):
-        assert torch.allclose(chain.drift(V), a.drift(V) + b.drift(V), rtol=1e-13, atol=1e-15)
-        assert torch.allclose(chain.Sigma(V), a.Sigma(V) + b.Sigma(V), rtol=1e-13, atol=1e-15)
+    testing.check_chain(LAYERS["biased"], LAYERS["feed-forward"], M)
 
 
 def test_terms_of_one_kind_are_collected():

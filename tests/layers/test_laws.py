@@ -7,36 +7,21 @@ import torch
 from laws import EVERY, OTHERS, SHAPED
 
 import shaped
+from shaped import testing
 from shaped.covariance import Point, factor, vech
 from shaped.layers.base import ResidualLayer, Sizes
+from shaped.nn.activations import LeakyReLU
 from shaped.randomness import Stream
-from stats import assert_mean, assert_same_moments, generator, random_covariance, seed
+from shaped.testing.law import draw_tokens
+from shaped.testing.stats import assert_mean, assert_same_moments, generator, random_covariance, seed
 
 M = 3
 CPU = torch.device("cpu")
 
 
-def tokens(V: torch.Tensor, n: int, g: torch.Generator) -> torch.Tensor:
-    """Tokens with covariance V in a uniformly random direction: normals, whitened, so that no convention of a factorisation enters."""
-    Z = torch.randn(len(V), n, generator=g, dtype=torch.float64)
-    values, vectors = torch.linalg.eigh(Z @ Z.mT)
-    return math.sqrt(n) * torch.linalg.cholesky(V) @ (vectors / values.sqrt() @ vectors.mT @ Z)
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_one_step_has_the_law_of_explicit_weights(name):
-    layer, n_k = EVERY[name], 5
-    n = 16 if name == "heads, ALiBi" else 12  # 8 heads
-    V, g = random_covariance(M, 50), generator(51)
-    explicit = torch.empty(6000, M, M, dtype=torch.float64)
-    with torch.no_grad():
-        for i in range(len(explicit)):
-            X = layer.module(n, n_k, generator=g, dtype=torch.float64)(tokens(V, n, g))
-            explicit[i] = X @ X.mT / n
-    for path in ("tokens",) if layer.needs_tokens else ("tokens", "gram"):
-        drawn = shaped.propagate(layer, V, n=n, n_k=n_k, d=1, samples=60_000, seed=seed(52), path=path, record="last")
-        assert drawn.info["path"] == path
-        assert_same_moments(vech(drawn.V[-1]), vech(explicit))
+    testing.check_module(EVERY[name], M, n=16 if name == "heads, ALiBi" else 12)  # 8 heads
 
 
 def test_tokens_start_in_a_uniformly_random_direction():
@@ -50,7 +35,7 @@ def test_a_deep_network_has_the_law_of_explicit_weights():
     """The Transformer at n = 64, d = 48, end of path."""
     block, n, d = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5), 64, 48
     V0, g = shaped.equicorrelated(M, 0.2), generator(53)
-    X = torch.stack([tokens(V0, n, g) for _ in range(600)]).float()
+    X = torch.stack([draw_tokens(V0, n, g) for _ in range(600)]).float()
     with torch.no_grad():
         for i in range(len(X)):
             X[i] = torch.nn.Sequential(*(block.module(n, generator=g) for _ in range(d)))(X[i])
@@ -62,53 +47,16 @@ def test_a_deep_network_has_the_law_of_explicit_weights():
         assert distance.value < 1.7 * distance.band  # a Kolmogorov-Smirnov distance passes this in 1 of 30,000 cases
 
 
-class Mirrored(Stream):
-    """The same draws, with the sign of the logits turned."""
-
-    def matrices(self, like, rows, columns):
-        return -super().matrices(like, rows, columns)
-
-
-def drift_samples(layer: ResidualLayer, V: torch.Tensor, n: int, samples: int) -> torch.Tensor:
-    """Samples with mean n·E[V' - V], [sample, p].
-
-    Given F, the mean over the values' weights is exact, E[V'] = lam² V + gamma² F Fᵀ, so only F is drawn; and logits come in pairs
-    of both signs, which takes out all that is odd in them.
-    """
-    L = factor(V.expand(samples, M, M))
-    made, same_draws = [], seed(55)
-    for source in (Stream, Mirrored):
-        slices = layer.branch(L, Sizes(n), source(same_draws, 0, dtype=V.dtype, device=CPU))
-        inside = torch.stack([F @ F.mT for F in slices]).mean(0)
-        made.append(n * ((layer.shortcut**2 - 1) * V + layer.gamma**2 * inside))
-    return vech((made[0] + made[1]) / 2)
-
-
 RESIDUAL = [name for name in SHAPED if isinstance(SHAPED[name], ResidualLayer)]
 
 
 @pytest.mark.parametrize("name", RESIDUAL)
 def test_the_drift_is_the_limits(name):
-    """n·E[V' - V] → b, with a bias that halves when n doubles; a drift that is 5 % off is rejected."""
-    layer, V, n = SHAPED[name], random_covariance(M, 56), 64
+    """The values' Gram matrix of projected heads adds noise that no pairing removes: to reject 5 % would need ten times the samples."""
+    layer = SHAPED[name]
     assert isinstance(layer, ResidualLayer)
-    b = vech(layer.drift(V))
     count = {"feed-forward": 1_000_000, "heads": 300_000, "heads, projected": 300_000, "heads, ALiBi": 200_000}.get(name, 800_000)
-    once, twice, four = (drift_samples(layer, V, k * n, count).double() for k in (1, 2, 4))
-    means, errors = [x.mean(0) for x in (once, twice, four)], [x.std(0) / len(x) ** 0.5 for x in (once, twice, four)]
-    C = 20.0 * b.abs().max()
-    for k, mean, error in zip((1, 2, 4), means, errors, strict=True):
-        assert ((mean - b).abs() < 5 * error + C / (k * n)).all()
-    # the bias C/n: from n to 2n it changes by C/2n, from 2n to 4n by half of that
-    change, next_change = means[1] - means[0], means[2] - means[1]
-    uncertain = (errors[0] ** 2 / 4 + (1.5 * errors[1]) ** 2 + errors[2] ** 2).sqrt()
-    assert ((next_change - change / 2).abs() < 5 * uncertain + 0.35 * change.abs().max()).all()
-    extrapolated = (2 * means[2] - means[1], (4 * errors[2] ** 2 + errors[1] ** 2).sqrt())
-    assert ((extrapolated[0] - b).abs() < 5 * extrapolated[1] + 0.006 * b.abs().max()).all()
-    if name == "heads, projected":
-        return  # the values' Gram matrix adds noise that no pairing takes out: 5 % would need ten times the samples
-    for wrong in (0.95, 1.05):
-        assert not ((extrapolated[0] - wrong * b).abs() < 5 * extrapolated[1] + 0.006 * b.abs().max()).all()
+    testing.check_drift_of_branch(layer, M, samples=count, reject=name != "heads, projected")
 
 
 @pytest.mark.parametrize(
@@ -120,47 +68,14 @@ def test_the_drift_is_the_limits(name):
     ids=["perceptron", "transformer"],
 )
 def test_the_drift_of_whole_steps_is_the_limits(layer, samples):
-    """The same for layers whose branch cannot be averaged by hand, from whole steps at n = 128 and 256, whose biases C/n cancel.
-
-    Whole steps are noisy. A perceptron's drift that is 5 % off is still rejected; the Transformer's is the sum of two tested above.
-    """
-    V = random_covariance(M, 56)
-    b = vech(layer.drift(V))
-    means, errors = [], []
-    for n in (128, 256):
-        after = shaped.propagate(layer, V, n=n, d=1, samples=samples, seed=seed(66), record="last").V[-1]
-        x = n * vech(after - V)
-        means.append(x.mean(0))
-        errors.append(x.std(0) / samples**0.5)
-    found, error = 2 * means[1] - means[0], (4 * errors[1] ** 2 + errors[0] ** 2).sqrt()
-    left = 0.01 * b.abs().max()
-    assert ((found - b).abs() < 5 * error + left).all()
-    if isinstance(layer, shaped.ShapedPerceptron):
-        for wrong in (0.95, 1.05):
-            assert not ((found - wrong * b).abs() < 5 * error + left).all()
+    """For layers whose branch cannot be averaged by hand. The Transformer's drift is the sum of two that are tested above."""
+    testing.check_drift_of_steps(layer, M, samples=samples, reject=isinstance(layer, shaped.ShapedPerceptron))
 
 
 @pytest.mark.parametrize("name", SHAPED)
 def test_the_noise_is_the_limits(name):
-    """n·Cov[V'] → Sigma, with a bias C/n; a Sigma that is 5 % off is rejected."""
-    layer, V = SHAPED[name], random_covariance(M, 57)
-    n = 256 if name == "feed-forward" else 64  # its slopes, 1 ± 4/sqrt(n), are far from 1 at small n
-    Sigma = layer.Sigma(V)
-
-    def scaled_squares(n):
-        V1 = shaped.propagate(layer, V, n=n, d=1, samples=400_000, seed=seed(58), record="last").V[-1]
-        x = vech(V1 - V1.mean(0))
-        return n * x[:, :, None] * x[:, None, :]
-
-    once, twice = scaled_squares(n), scaled_squares(2 * n)
-    C = 25.0 * Sigma.max().item()
-    assert_mean(once, Sigma, bias=C / n)
-    assert_mean(twice, Sigma, bias=C / (2 * n))
-    extrapolated = 2 * twice - once  # takes out the bias
-    assert_mean(extrapolated, Sigma, bias=0.01 * Sigma.max().item())
-    for wrong in (0.95, 1.05):
-        with pytest.raises(AssertionError):
-            assert_mean(extrapolated, wrong * Sigma, bias=0.01 * Sigma.max().item())
+    # the feed-forward layer's slopes, 1 ± 4/sqrt(n), are far from 1 at small n
+    testing.check_Sigma_of_steps(SHAPED[name], M, n=256 if name == "feed-forward" else 64)
 
 
 def test_slopes_of_unequal_size_approach_the_limit_only_like_the_root_of_n():
@@ -170,17 +85,17 @@ def test_slopes_of_unequal_size_approach_the_limit_only_like_the_root_of_n():
         layer = shaped.ShapedPerceptron(c_plus, c_minus)
         wrong = []
         for n in (4096, 8192):
-            positive, negative = layer.slopes(n)
-            a, e = (positive + negative) / 2, (positive - negative) / 2
+            at = layer.shape.at(n)
+            assert isinstance(at, LeakyReLU)
+            a, e = (at.positive_slope + at.negative_slope) / 2, (at.positive_slope - at.negative_slope) / 2
             share = e**2 / (a**2 + e**2)
             rate = (c_plus - c_minus) ** 2 / 4
             wrong.append(abs(n * share / rate - 1))
         assert wrong[0] / wrong[1] == pytest.approx(ratio, rel=0.02)
         n = 64
-        positive, negative = layer.slopes(n)
-        a, e = (positive + negative) / 2, (positive - negative) / 2
+        a, e = 1 + (c_plus + c_minus) / 2 / n**0.5, (c_plus - c_minus) / 2 / n**0.5
         drawn = shaped.propagate(layer, V, n=n, d=1, samples=400_000, seed=seed(59), record="last").V[-1]
-        exact = V + layer.drift(V) / layer.terms[1].rate * e**2 / (a**2 + e**2)  # pyright: ignore[reportAttributeAccessIssue]
+        exact = V + layer.drift(V) / ((c_plus - c_minus) ** 2 / 4) * e**2 / (a**2 + e**2)
         assert_mean(vech(drawn), vech(exact))
 
 
@@ -225,16 +140,7 @@ def test_no_limit_names_the_offending_term():
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_layer_survives_collapse_and_explosion(name):
-    layer = EVERY[name]
-    eye, ones = torch.eye(M, dtype=torch.float64), torch.ones(M, M, dtype=torch.float64)
-    for V0 in (ones, 1e60 * ones, 1e60 * eye, 1e-60 * eye, 1e75 * eye):
-        for n in (M + 1, 32) if getattr(layer, "heads", 1) == 1 else (32,):
-            if (n % 4 and "heads" in name) or ("Post-LN" in name and n % 2):
-                continue
-            paths = shaped.propagate(layer, V0, n=n, d=12, samples=16, seed=seed(62))
-            assert paths.V.isfinite().all()
-            assert paths.rho.isfinite().all()
-            assert not paths.stopped.isnan().any()
+    testing.check_survival(EVERY[name], M, widths=(M + 1, 32) if getattr(EVERY[name], "heads", 1) == 1 else (32,))
 
 
 def test_attention_reads_keys_narrower_than_the_tokens():

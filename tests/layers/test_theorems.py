@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shaped
-from stats import random_covariance
+from shaped.testing.stats import random_covariance
 
 
 def bias_for(kind: str, m: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from refusals import refused
 from shaped.nn import attention
 from shaped.nn.attention import running_mean
 from shaped.nn.functional import attention_matrix, shaped_attention
-from stats import generator
+from shaped.testing.stats import generator
 
 B, HEADS, K, E = 2, 4, 7, 5
 MASKS = ["full", "causal", "padding left", "padding right", "window", "bool", "bool by head", "bias", "causal and padding", "rows masked"]

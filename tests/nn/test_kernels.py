@@ -8,7 +8,7 @@ import torch
 from shaped.kernels import attention_correction as fused
 from shaped.nn.attention import running_mean
 from shaped.nn.functional import shaped_attention
-from stats import generator
+from shaped.testing.stats import generator
 
 needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and fused.TRITON), reason="needs a GPU and Triton")
 # A few roundings, relative to the largest entry, which is about 1 or more.

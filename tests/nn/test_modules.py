@@ -24,7 +24,7 @@ from shaped.nn import (
     vanilla,
 )
 from shaped.nn.functional import shaped_relu
-from stats import assert_same_moments, generator, random_covariance, seed
+from shaped.testing.stats import assert_same_moments, generator, random_covariance, seed
 
 M, N, HEADS, GAMMA, TAU0 = 3, 12, 2, 0.7, 0.4
 

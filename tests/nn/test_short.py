@@ -5,7 +5,7 @@ import torch
 
 from shaped.kernels import attention_correction as fused
 from shaped.kernels import short_attention as short
-from stats import generator
+from shaped.testing.stats import generator
 
 needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and fused.TRITON), reason="needs a GPU and Triton")
 TOLERANCE = {torch.float64: 1e-12, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # a few roundings, relative to the largest entry

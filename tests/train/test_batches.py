@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from refusals import refused
+from shaped.testing.stats import Z, seed
 from shaped.train.data import prepare as data
 from shaped.train.data.masking import Batches, scramble
-from stats import Z, seed
 
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 VOCAB, LENGTH = 1005, 128

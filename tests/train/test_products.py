@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
+from shaped.testing.stats import generator
 from shaped.train.step.direct_gradients import Rows, put_rows
-from stats import generator
 
 
 @pytest.mark.parametrize("compiled", [False, True])

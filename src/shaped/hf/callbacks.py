@@ -16,14 +16,14 @@ from shaped.files import write_atomically
 from shaped.hf import attention
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn.diagnostics import attention_entropy, token_correlation
-from shaped.nn.schedules import Schedule, chosen
+from shaped.nn.schedules import Schedule, check_schedule
 
 
 class ShapingCallback(TrainerCallback):
     """Takes the shaping of a model where its schedule wants it: `ShapingCallback(Recover(4000))`. Resumed runs go on where they were."""
 
     def __init__(self, schedule: Schedule):
-        self.schedule = chosen(schedule)
+        self.schedule = check_schedule(schedule)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.schedule.apply(kwargs["model"], state.global_step)

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.hf.attention import NAME
+from shaped.nn.activations import ACTIVATIONS
 from shaped.nn.modules import DEEPEST
 from shaped.nn.schedules import Fixed, Learn, Recover, Schedule
 
@@ -23,8 +24,10 @@ class ShapedConfig(PreTrainedConfig):
         block: "shaped" (Eq. shaped_transformer), "vanilla" (the same without shaping, which is where Recover ends), "preln" or "postln".
         gamma: where the residual branches' gains start; the shortcut's start at sqrt(1 - gamma²).
         gamma_feedforward: where those of the feed-forward branches start, if not at gamma.
-        tau0, c_minus: temperature of the attention and shape of the activation.
-        schedule: what becomes of the shaping: "fixed", "learn" or "recover", which goes to 0 in `recover_steps` steps.
+        tau0: temperature of the attention.
+        activation: one of `shaped.nn.activations.ACTIVATIONS`, shaped in the blocks that are shaped, plain in the others.
+        c_minus: the negative slope of the shaped ReLU starts at 1 + c_minus/sqrt(hidden_size).
+        schedule: the shaping is "fixed", trained ("learn") or annealed to 0 in `recover_steps` steps ("recover").
         train_gains: train the residual gains.
         is_decoder: causal attention; `ShapedForCausalLM` sets it.
         embedding_norm: LayerNorm on the embedding.
@@ -49,6 +52,7 @@ class ShapedConfig(PreTrainedConfig):
     gamma_feedforward: float | None = None
     tau0: float = 1.0
     c_minus: float = -1.0
+    activation: str = "relu"
     schedule: str = "fixed"
     recover_steps: int = 4000
     train_gains: bool = True
@@ -76,7 +80,7 @@ class ShapedConfig(PreTrainedConfig):
             raise ValueError(f"sizes must make at most {LARGEST_MODEL:g} weights, got a config of {self.weights():g}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"num_attention_heads must divide hidden_size, {self.hidden_size}, got {self.num_attention_heads}")
-        for name, choices in (("block", BLOCKS), ("schedule", SCHEDULES)):
+        for name, choices in (("block", BLOCKS), ("schedule", SCHEDULES), ("activation", tuple(ACTIVATIONS))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("gamma", "attention_dropout", "hidden_dropout"):
@@ -104,5 +108,5 @@ class ShapedConfig(PreTrainedConfig):
         return self.hidden_size**-0.5 if self.head_std is None else self.head_std
 
     def shaping(self) -> Schedule:
-        """What becomes of gamma1, gamma2 and the negative slope in training."""
+        """The schedule of gamma1, gamma2 and the activation's slope."""
         return {"fixed": Fixed(), "learn": Learn(), "recover": Recover(self.recover_steps)}[self.schedule]

@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from shaped.hf.attention import NAME, attention_forward
 from shaped.hf.configuration import ShapedConfig
+from shaped.nn.activations import ACTIVATIONS
 from shaped.nn.blocks import LayerNormBlock, ShapedTransformerBlock
 from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, matrix, starting_at
 from shaped.nn.schedules import Shapeable
@@ -78,8 +79,9 @@ def transformer_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNor
         schedule=schedule,
         shaped=shaped,
     )
+    activation = ACTIVATIONS[config.activation].from_config(config.c_minus)
     feedforward = ShapedFeedForwardBlock(
-        config.hidden_size, config.intermediate_size, c_minus=config.c_minus, schedule=schedule, shaped=shaped
+        config.hidden_size, config.intermediate_size, schedule=schedule, shaped=shaped, activation=activation
     )
     if config.block in ("preln", "postln"):
         return LayerNormBlock(attention, feedforward, "pre" if config.block == "preln" else "post")

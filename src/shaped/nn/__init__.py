@@ -1,5 +1,6 @@
 """Shaped layers in PyTorch."""
 
+from shaped.nn import activations as activations
 from shaped.nn import functional as functional
 from shaped.nn.blocks import LayerNormBlock as LayerNormBlock
 from shaped.nn.blocks import ShapedDecoder as ShapedDecoder

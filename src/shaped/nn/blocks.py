@@ -1,4 +1,4 @@
-"""Transformer blocks, stacks of them, and what is done with a whole model: its gains, its parameter groups, its vanilla form."""
+"""Transformer blocks, stacks of them, and functions of a whole model: its gains, its parameter groups, its vanilla form."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import HUGE, in_range, whole_number
+from shaped.nn.activations import ShapedActivation
 from shaped.nn.modules import DEEPEST, Attend, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain, has_gains
-from shaped.nn.schedules import Schedule, Shapeable, chosen
+from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
 Some = Float[Tensor, "*batch k width"]  # of the tokens
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,7 +53,7 @@ class ShapedTransformerBlock(nn.Module):
             nn.init.constant_(getattr(self, name), start)
 
     def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Some:
-        """`places`, [batch, k]: which tokens are put out, all of them if it is not given. The feed-forward branch sees no others."""
+        """`places`, [batch, k]: the tokens to return; all of them by default. The feed-forward branch computes no others."""
         # Gains keep their precision where the tokens have less.
         x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)).to(x.dtype)
         x = x if places is None else tokens_at(x, places)
@@ -82,7 +83,7 @@ class LayerNormBlock(nn.Module):
 
 
 def tokens_at(x: Tensor, places: Tensor) -> Tensor:
-    """Of tokens [batch, m, width] those at places [batch, k]."""
+    """The tokens at places [batch, k], of tokens [batch, m, width]."""
     if x.ndim != 3 or places.ndim != 2 or len(places) != len(x):
         raise ValueError(f"places must be [batch, k] for tokens [batch, m, width], got {list(places.shape)} for {list(x.shape)}")
     return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
@@ -107,14 +108,15 @@ class ShapedEncoder(nn.Module):
         dropout: float = 0.0,
         train_gains: bool = True,
         schedule: Schedule | None = None,
+        activation: ShapedActivation | None = None,
     ):
         super().__init__()
         whole_number("depth", depth, most=DEEPEST)
-        self.schedule = chosen(schedule)
+        self.schedule = check_schedule(schedule)
 
         def block() -> ShapedTransformerBlock:
             attention = ShapedSelfAttention(width, heads, tau0=tau0, causal=self.causal, fold=fold, dropout=dropout, schedule=self.schedule)
-            feedforward = ShapedFeedForwardBlock(width, hidden, c_minus=c_minus, schedule=self.schedule)
+            feedforward = ShapedFeedForwardBlock(width, hidden, c_minus=c_minus, schedule=self.schedule, activation=activation)
             return ShapedTransformerBlock(attention, feedforward, gamma, train_gains)
 
         self.blocks = nn.ModuleList(block() for _ in range(depth))
@@ -132,7 +134,7 @@ class ShapedDecoder(ShapedEncoder):
 
 
 def gains(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained numbers of a shaped model, by name: lambda, gamma, gamma1, gamma2, negative slopes."""
+    """The trained numbers of a shaped model, by name: lambda, gamma, gamma1, gamma2, the activations' slopes."""
     owners = (Shapeable, ShapedTransformerBlock)
     return {
         name: gain
@@ -151,14 +153,14 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
 
 
 def vanilla(model: Model) -> Model:
-    """A copy without the shaping, which must have gone to 0 (`Recover`): softmax attention and ReLU, with the same outputs.
+    """A copy without the shaping, which must be 0 (`Recover`): softmax attention and the plain activation, with the same outputs.
 
     The residual branches keep their lambda and gamma.
     """
     for name, module in model.named_modules():
         if isinstance(module, Shapeable) and any(bool((gain != 0).any()) for gain in module.scalars()):
             left = ", ".join(f"{gain.item():.3g}" for gain in module.scalars())
-            raise ValueError(f"model must have gamma1 = gamma2 = 0 and negative slopes 0 (Recover), got {left} in {name or 'it'}")
+            raise ValueError(f"model must have gamma1 = gamma2 = 0 and slopes 0 (Recover), got {left} in {name or 'it'}")
     model = copy.deepcopy(model)
     for module in list(model.modules()):
         if has_gains(module):

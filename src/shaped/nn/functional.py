@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from shaped.nn.activations.relu import he_constant as he_constant
+from shaped.nn.activations.relu import shaped_relu as shaped_relu
 from shaped.nn.attention import shaped_attention as shaped_attention
 
 
@@ -32,27 +34,6 @@ def attention_matrix(
     A = torch.softmax(logits + bias, -1) - gamma2 * torch.softmax(bias, -1)
     A.diagonal(dim1=-2, dim2=-1).add_(gamma1)
     return A
-
-
-def shaped_relu(x: Tensor, negative_slope: float | Tensor, positive_slope: float | Tensor = 1.0) -> Tensor:
-    r"""$\sigma_s(x) = s_+ \max(x, 0) + s_- \min(x, 0)$ (Eq. resnet), in the precision of x."""
-    if isinstance(negative_slope, Tensor) or isinstance(positive_slope, Tensor):
-        # The bend, not the slope, is rounded to the precision of x: it is c/sqrt(n), and a bfloat16 near 1 is off by per cents of that.
-        straight = x if isinstance(positive_slope, float) and positive_slope == 1.0 else (positive_slope * x).to(x.dtype)
-        bend = torch.as_tensor(negative_slope - positive_slope).to(x.dtype)
-        return torch.addcmul(straight, bend, x.clamp(max=0.0))
-    if positive_slope == 1.0:
-        return torch.nn.functional.leaky_relu(x, negative_slope)
-    if positive_slope == 0.0:
-        return negative_slope * x.clamp(max=0.0)
-    return positive_slope * torch.nn.functional.leaky_relu(x, negative_slope / positive_slope)
-
-
-def he_constant(negative_slope: float, positive_slope: float = 1.0) -> float:
-    r"""$c = 1/\mathbb{E}\,\sigma_s(g)^2 = 2/(s_+^2 + s_-^2)$ (Eq. resnet): keeps the variance of a layer's features."""
-    if positive_slope == negative_slope == 0.0:
-        raise ValueError("negative_slope and positive_slope must not both be 0: nothing would pass, got 0.0 and 0.0")
-    return 2.0 / (positive_slope**2 + negative_slope**2)
 
 
 def layer_norm(X: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:

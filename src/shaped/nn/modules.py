@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.kernels import short_attention as short
-from shaped.nn.functional import he_constant, shaped_attention, shaped_relu
-from shaped.nn.schedules import Schedule, Shapeable, chosen
+from shaped.nn.activations import ShapedActivation, ShapedReLU, check_activation
+from shaped.nn.functional import shaped_attention
+from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
 DEEPEST = 10_000  # blocks of a stack; more than anyone trains, and objects of Python that still fit into memory
 Tokens = Float[Tensor, "*batch m width"]
@@ -118,7 +119,7 @@ class ShapedSelfAttention(nn.Module):
         std = (width * extra) ** -0.5 if fold else width**-0.5
         self.query, self.key = (matrix(width, heads * key_width, std) for _ in range(2))
         self.value, self.output = (matrix(width, width, width**-0.5) for _ in range(2))
-        self.shaping = AttentionShaping(trained=chosen(schedule).learns) if shaped else None
+        self.shaping = AttentionShaping(trained=check_schedule(schedule).learns) if shaped else None
         self.register_module("together", None)
         self.splits = (heads * key_width, heads * key_width, width)
 
@@ -158,16 +159,18 @@ class ShapedSelfAttention(nn.Module):
 
 
 class ShapedFeedForwardBlock(Shapeable):
-    r"""$\sigma_s(X W^{\text{pre}})\,W^{\text{post}}$ with $\sigma_s$ of slopes 1 and, at the start, $s_- = 1 + c_-/\sqrt{n}$ (Eq. resnet).
+    r"""$\sigma_s(X W^{\text{pre}})\,W^{\text{post}}$ (Eq. resnet).
 
     Args:
         width, hidden: n and the width inside; 4·width by default.
-        c_minus: the negative slope starts at 1 + c_minus/sqrt(width).
-        schedule: the negative slope is a parameter if it learns it, a buffer else.
-        shaped: False for the plain ReLU.
+        c_minus: the negative slope of the shaped ReLU starts at 1 + c_minus/sqrt(width); its positive slope is 1.
+        schedule: the activation's slope is a parameter if it learns it, a buffer else.
+        shaped: False for the plain activation.
+        activation: another one than the shaped ReLU, such as `ShapedGELU()`; `c_minus` has no meaning then.
     """
 
     slope: Tensor | None
+    """What shapes the activation; None when plain. The mean slope at 0 is (1 + slope)/2. For the ReLU it is the negative slope."""
 
     def __init__(
         self,
@@ -177,22 +180,26 @@ class ShapedFeedForwardBlock(Shapeable):
         c_minus: float = -1.0,
         schedule: Schedule | None = None,
         shaped: bool = True,
+        activation: ShapedActivation | None = None,
     ):
         super().__init__()
-        whole_number("width", width)
+        self.width = whole_number("width", width)
         hidden = 4 * width if hidden is None else whole_number("hidden", hidden)
         finite("c_minus", c_minus, SINGLE)
-        self.start = 1.0 + c_minus / math.sqrt(width) if shaped else 0.0
+        self.activation = ShapedReLU.from_config(c_minus) if activation is None else activation
+        check_activation(self.activation)
+        self.start = self.activation.start(width) if shaped else 0.0
+        function = self.activation.at(width) if shaped else self.activation.plain
         self.pre = matrix(width, hidden, width**-0.5)
-        self.post = matrix(hidden, width, math.sqrt(he_constant(self.start) / hidden))
+        self.post = matrix(hidden, width, math.sqrt(function.normaliser() / hidden))
         if shaped:
-            add_gain(self, "slope", self.start, chosen(schedule).learns)
+            add_gain(self, "slope", self.start, check_schedule(schedule).learns)
         else:
             self.slope = None
 
     def forward(self, x: Tokens) -> Tokens:
         hidden = self.pre(x)
-        return self.post(torch.relu(hidden) if self.slope is None else shaped_relu(hidden, self.slope))
+        return self.post(self.activation.plain(hidden) if self.slope is None else self.activation.apply(hidden, self.slope, self.width))
 
     def scalars(self) -> tuple[Tensor, ...]:
         return () if self.slope is None else (self.slope,)

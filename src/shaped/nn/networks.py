@@ -1,17 +1,20 @@
 """Random networks of the theory with explicit weights, all of them iid N(0, 1), as the paper writes them.
 
-They are what the weightless simulation is checked against, and do nothing that the paper's equations do not say.
+Tests check the weightless simulation against them. They compute the paper's equations and nothing else.
+Their last keyword arguments, `draw`, are those of `weights`.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.nn.functional import attention_matrix, he_constant, layer_norm, logit_bias, shaped_relu
+from shaped.nn.activations import Activation
+from shaped.nn.functional import attention_matrix, layer_norm, logit_bias
 
 X = Float[Tensor, "*batch m n"]
 
@@ -20,14 +23,23 @@ class RandomAttention(nn.Module):
     r"""$f(X) = [A_h X W^V_h/\sqrt{n}]_h$, then $W^O/\sqrt{n}$ if projected (Eq. model, Eq. Softmax-att)."""
 
     def __init__(
-        self, n: int, n_k: int, heads: int, project: bool, tau: float, gamma1: float, gamma2: float, mask: str | Tensor | None, **how
+        self,
+        n: int,
+        n_k: int,
+        heads: int,
+        project: bool,
+        tau: float,
+        gamma1: float,
+        gamma2: float,
+        mask: str | Tensor | None,
+        **draw: Any,
     ):
         super().__init__()
         self.heads, self.tau, self.gamma1, self.gamma2 = heads, tau, gamma1, gamma2
         self.mask = mask
-        self.query, self.key = weights(n, heads * n_k, **how), weights(n, heads * n_k, **how)
-        self.value = weights(n, n, **how)
-        self.output = weights(n, n, **how) if project else None
+        self.query, self.key = weights(n, heads * n_k, **draw), weights(n, heads * n_k, **draw)
+        self.value = weights(n, n, **draw)
+        self.output = weights(n, n, **draw) if project else None
 
     def forward(self, x: X) -> X:
         scale = 1.0 / math.sqrt(x.shape[-1])
@@ -45,26 +57,26 @@ class RandomAttention(nn.Module):
 class RandomFeedForward(nn.Module):
     r"""$f(X) = \sigma_s(X W^{\text{pre}}/\sqrt{n})\sqrt{c/n}\,W^{\text{post}}$ (Eq. resnet)."""
 
-    def __init__(self, n: int, positive_slope: float, negative_slope: float, **how):
+    def __init__(self, n: int, activation: Activation, **draw: Any):
         super().__init__()
-        self.slopes = negative_slope, positive_slope
-        self.pre, self.post = weights(n, n, **how), weights(n, n, **how)
+        self.activation = activation
+        self.pre, self.post = weights(n, n, **draw), weights(n, n, **draw)
 
     def forward(self, x: X) -> X:
         n = x.shape[-1]
-        return shaped_relu(x @ self.pre / math.sqrt(n), *self.slopes) @ self.post * math.sqrt(he_constant(*self.slopes) / n)
+        return self.activation(x @ self.pre / math.sqrt(n)) @ self.post * math.sqrt(self.activation.normaliser() / n)
 
 
 class RandomPerceptron(nn.Module):
     r"""$X' = \sqrt{c}\,\sigma_s(X W/\sqrt{n})$."""
 
-    def __init__(self, n: int, positive_slope: float, negative_slope: float, **how):
+    def __init__(self, n: int, activation: Activation, **draw: Any):
         super().__init__()
-        self.slopes = negative_slope, positive_slope
-        self.weight = weights(n, n, **how)
+        self.activation = activation
+        self.weight = weights(n, n, **draw)
 
     def forward(self, x: X) -> X:
-        return math.sqrt(he_constant(*self.slopes)) * shaped_relu(x @ self.weight / math.sqrt(x.shape[-1]), *self.slopes)
+        return math.sqrt(self.activation.normaliser()) * self.activation(x @ self.weight / math.sqrt(x.shape[-1]))
 
 
 class Residual(nn.Module):
@@ -80,4 +92,5 @@ class Residual(nn.Module):
 
 
 def weights(rows: int, columns: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A matrix of standard normals."""
     return nn.Parameter(torch.randn(rows, columns, generator=generator, dtype=dtype))

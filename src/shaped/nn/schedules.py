@@ -12,7 +12,7 @@ from shaped.checks import whole_number
 
 
 class Shapeable(nn.Module, ABC):
-    """A module whose activation or attention is shaped: 1 is the theory's shape, 0 the plain softmax or ReLU."""
+    """A module whose activation or attention is shaped: 1 is the theory's shape, 0 the plain softmax or activation."""
 
     @abstractmethod
     def scalars(self) -> tuple[Tensor, ...]:
@@ -20,14 +20,14 @@ class Shapeable(nn.Module, ABC):
 
     @abstractmethod
     def set_shaping(self, share: float) -> None:
-        """Sets them to a share of what they were at the start."""
+        """Sets the gains to this share of their initial values."""
 
     def reset_parameters(self) -> None:
         self.set_shaping(1.0)
 
 
 class Schedule(ABC):
-    """What becomes of gamma1, gamma2 and the negative slope."""
+    """The shaping in training: gamma1, gamma2 and the activation's slope are fixed, trained (Learn) or annealed to 0 (Recover)."""
 
     learns: ClassVar[bool]
     """Are they trained, as parameters?"""
@@ -47,8 +47,8 @@ class Schedule(ABC):
             module.set_shaping(self.share(step))
 
 
-def chosen(schedule: Schedule | None) -> Schedule:
-    """The schedule given, or the usual one."""
+def check_schedule(schedule: Schedule | None) -> Schedule:
+    """The schedule, or Fixed() where none is given."""
     if schedule is not None and not isinstance(schedule, Schedule):
         raise ValueError(f"schedule must be Fixed(), Learn() or Recover(steps), got {schedule!r}")
     return schedule or Fixed()
@@ -66,7 +66,7 @@ class Fixed(Schedule):
 
 @dataclass(frozen=True)
 class Learn(Schedule):
-    """gamma1, gamma2 and the negative slope are trained."""
+    """gamma1, gamma2 and the activation's slope are trained."""
 
     learns: ClassVar[bool] = True
 

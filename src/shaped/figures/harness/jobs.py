@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shaped.checks import whole_number
-from shaped.engine import scattered
+from shaped.engine import scatter
 from shaped.figures.harness.claims import Row
 
 K = TypeVar("K", bound=Hashable)
@@ -56,7 +56,7 @@ class Lab:
         """The jobs' results by their keys. Jobs must survive pickling (partials of importable functions) and return numpy arrays."""
         done: dict[K, R] = {}
         keys, works = list(jobs), list(jobs.values())
-        results = enumerate(map(call, works)) if self.executor is None else scattered(self.executor, call, works)
+        results = enumerate(map(call, works)) if self.executor is None else scatter(self.executor, call, works)
         for place, result in results:
             done[keys[place]] = result
             if self.advance is not None:

@@ -81,6 +81,7 @@ def build(settings: Settings, vocab: int, length: int) -> shaped.hf.ShapedForMas
         gamma_feedforward=settings.gamma_feedforward,
         tau0=settings.tau0,
         c_minus=settings.c_minus,
+        activation=settings.activation,
         schedule=settings.schedule,
         recover_steps=settings.recover_steps,
         train_gains=settings.train_gains,
@@ -98,7 +99,7 @@ def shared(steppers: Steppers, model: Any, loss: Any, how: How, sizes: tuple[int
     """A stepper for this model: one that was made for a model of the same program, or a new one."""
     config = model.config
     negative = config.c_minus < -math.sqrt(config.hidden_size)  # slopes, for which a block's passes are others
-    kinds = (loss, config.block, config.schedule == "learn", config.train_gains, config.embedding_norm, negative)
+    kinds = (loss, config.block, config.activation, config.schedule == "learn", config.train_gains, config.embedding_norm, negative)
     tied = config.tie_word_embeddings and getattr(model, "head_scale", True)  # that constant is part of the program
     shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size, config.vocab_size)
     key = (how, kinds, tied, shape, config.max_position_embeddings, sizes)

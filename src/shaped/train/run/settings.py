@@ -15,6 +15,7 @@ import torch
 
 from shaped.checks import finite, in_range, positive, whole_number
 from shaped.files import read_text
+from shaped.nn.activations import ACTIVATIONS
 
 FLOAT32 = float(torch.finfo(torch.float32).max)
 WIDEST, DEEPEST = 1 << 20, 4096  # with more, tensors have more entries than memory has addresses, and a model takes hours to build
@@ -57,6 +58,7 @@ class Settings:
     gamma_feedforward: float | None = option(None, "Where those of the feed-forward branches start, if not at gamma.", low=0.0)
     tau0: float = option(0.01, "Temperature, times sqrt(n n_k): width^-1/2 is the usual one, less is sharper at the start.", low=1e-6)
     c_minus: float = option(-1.0, "Shaped ReLU: the negative slope starts at 1 + c_minus/sqrt(n).")
+    activation: str = option("relu", "Activation of the feed-forward layers.", choices=tuple(ACTIVATIONS))
     train_gains: bool = option(True, "Train lambda and gamma.")
     embedding_norm: bool = option(False, "LayerNorm on the embedding.")
     embedding_std: float | None = option(None, "Start of the embedding tables; by default tokens + positions have variance 1.", low=0.0)

@@ -1,9 +1,10 @@
-"""Statistical checks: z standard errors and a declared bias, nothing else. Each helper is tested in test_stats.py."""
+"""Statistical checks: z standard errors and a declared bias, nothing else. Each rejects an error of 5 % (tests/test_stats.py)."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -68,3 +69,12 @@ def assert_distribution(samples: Tensor, points: np.ndarray, cdf: np.ndarray, *,
     distance = max(np.abs(F - ranks[1:]).max(), np.abs(F - ranks[:-1]).max())
     limit = KS_AT_Z / len(x) ** 0.5 + bias
     assert distance < limit, f"Kolmogorov-Smirnov distance {distance:.4f}, at most {limit:.4f} is allowed"
+
+
+def assert_rejected(check: Callable[[], None]) -> None:
+    """The check must fail: for a value that is wrong, to show that the check has the power to see it."""
+    try:
+        check()
+    except AssertionError:
+        return
+    raise AssertionError("the check accepts a value that is 5 % off: it needs more samples, or a layer with a larger effect")

@@ -1,0 +1,15 @@
+"""Runs a Markov chain of covariances for many samples.
+
+Samples are cut into blocks whose size depends on the process, the number of tokens and the kind of device alone. A block has its own
+stream of random numbers and is always computed as a whole, on one thread. So results do not depend on how many blocks are computed at a
+time, or on which machine.
+"""
+
+from shaped.engine.block import Bounds as Bounds
+from shaped.engine.executors import scatter as scatter
+from shaped.engine.options import Record as Record
+from shaped.engine.options import RunOptions as RunOptions
+from shaped.engine.process import PointProcess as PointProcess
+from shaped.engine.process import Process as Process
+from shaped.engine.simulation import run as run
+from shaped.engine.start import prepare_start as prepare_start

@@ -1,0 +1,40 @@
+"""The covariance V0 that paths start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shaped.checks import as_tensor
+from shaped.covariance import check_covariance, eigen_factor, symmetrised
+
+
+def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Tensor, "sample m m"]:
+    """V0 for every sample, symmetric, and positive semi-definite up to rounding."""
+    V0 = as_tensor("V0", V0).detach()
+    if V0.ndim > 3:
+        raise ValueError(f"V0 must be square, [m, m] or [samples, m, m], got shape {tuple(V0.shape)}")
+    if V0.is_complex():
+        raise ValueError(f"V0 must be real, got {V0.dtype}")
+    V0 = V0.to(torch.float64)
+    check_covariance(V0, "V0")
+    V0 = symmetrised(V0)
+    # In units of the tokens' lengths: an entry that is rounding for a long token may be the whole length of a short one.
+    length = V0.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).sqrt()
+    length = torch.where(length > 0.0, length, 1.0)
+    least = torch.linalg.eigvalsh(V0 / length[..., :, None] / length[..., None, :])[..., :1, None]
+    indefinite = least < -8 * V0.shape[-1] * torch.finfo(V0.dtype).eps
+    if indefinite.any():
+        root = eigen_factor(V0)
+        V0 = torch.where(indefinite, symmetrised(root @ root.mT), V0)
+    cast = V0.to(dtype)
+    if not cast.isfinite().all():
+        raise ValueError(f"V0 must fit into {dtype}, got an entry {V0.abs().max().item():.3g}")
+    if cast.ndim == 2:
+        return cast.expand(samples or 1, -1, -1)
+    if samples not in (None, cast.shape[0]):
+        raise ValueError(f"samples must be {cast.shape[0]}, the number of matrices in V0, or left out, got {samples}")
+    return cast

@@ -1,0 +1,140 @@
+"""Checks of a layer's law: against networks with explicit weights, and against the limit with its rate in n."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shaped.covariance import factor, vech
+from shaped.finite import propagate
+from shaped.layers.base import Layer, ResidualLayer, Sizes
+from shaped.randomness import Stream
+from shaped.testing.stats import assert_mean, assert_rejected, assert_same_moments, generator, random_covariance, seed
+
+CPU = torch.device("cpu")
+
+
+def check_module(layer: Layer, m: int = 3, n: int = 12, n_k: int = 5, networks: int = 6000, samples: int = 60_000) -> None:
+    """One step of `propagate` has the law of one step of `module`: means, covariances, third moments."""
+    V, g = random_covariance(m, 50), generator(51)
+    explicit = torch.empty(networks, m, m, dtype=torch.float64)
+    with torch.no_grad():
+        for i in range(networks):
+            X = layer.module(n, n_k, generator=g, dtype=torch.float64)(draw_tokens(V, n, g))
+            explicit[i] = X @ X.mT / n
+    for path in ("tokens",) if layer.needs_tokens else ("tokens", "gram"):
+        drawn = propagate(layer, V, n=n, n_k=n_k, d=1, samples=samples, seed=seed(52), path=path, record="last")
+        assert drawn.info["path"] == path
+        assert_same_moments(vech(drawn.V[-1]), vech(explicit))
+
+
+def draw_tokens(V: Tensor, n: int, g: torch.Generator) -> Tensor:
+    """Tokens with covariance V in a uniformly random direction: whitened normals, so that no convention of a factorisation enters."""
+    Z = torch.randn(len(V), n, generator=g, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(Z @ Z.mT)
+    return math.sqrt(n) * torch.linalg.cholesky(V) @ (vectors / values.sqrt() @ vectors.mT @ Z)
+
+
+def check_drift_of_branch(
+    layer: ResidualLayer, m: int = 3, n: int = 64, samples: int = 800_000, reject: bool = True, control: ResidualLayer | None = None
+) -> None:
+    """n·E[V' - V] → b for a residual layer, with a bias that halves when n doubles. An error of 5 % is rejected if `reject`.
+
+    `control` is a layer with drift 0 that draws the same normals, such as `ShapedFeedForward(gamma, 0.0, 0.0)` for a feed-forward layer.
+    Its samples are subtracted, which removes most of the noise.
+    """
+    V = random_covariance(m, 56)
+    b = vech(layer.drift(V))
+    drawn = [_branch_drifts(layer, V, k * n, samples).double() for k in (1, 2, 4)]
+    if control is not None:
+        assert control.drift(V).abs().max() == 0.0, f"control must have drift 0, got {control!r}"
+        drawn = [x - _branch_drifts(control, V, k * n, samples).double() for x, k in zip(drawn, (1, 2, 4), strict=True)]
+    means, errors = [x.mean(0) for x in drawn], [x.std(0) / len(x) ** 0.5 for x in drawn]
+    C = 20.0 * b.abs().max()
+    for k, mean, error in zip((1, 2, 4), means, errors, strict=True):
+        assert ((mean - b).abs() < 5 * error + C / (k * n)).all(), f"n·E[V' - V] must approach the drift, got {mean} and {b} at n = {k * n}"
+    # the bias C/n: from n to 2n it changes by C/2n, from 2n to 4n by half of that
+    change, next_change = means[1] - means[0], means[2] - means[1]
+    uncertain = (errors[0] ** 2 / 4 + (1.5 * errors[1]) ** 2 + errors[2] ** 2).sqrt()
+    assert ((next_change - change / 2).abs() < 5 * uncertain + 0.35 * change.abs().max()).all(), "the bias must halve when n doubles"
+    extrapolated, error = 2 * means[2] - means[1], (4 * errors[2] ** 2 + errors[1] ** 2).sqrt()
+    _assert_drift(extrapolated, error, b, left=0.006, reject=reject)
+
+
+class MirroredStream(Stream):
+    """The same draws, with the sign of the logits turned."""
+
+    def matrices(self, like: Tensor, rows: int, columns: int) -> Tensor:
+        return -super().matrices(like, rows, columns)
+
+
+def _branch_drifts(layer: ResidualLayer, V: Tensor, n: int, samples: int) -> Tensor:
+    """Samples with mean n·E[V' - V], [sample, p].
+
+    Given F, the mean over the values' weights is exact, E[V'] = lam² V + gamma² F Fᵀ, so only F is drawn. Logits come in pairs of both
+    signs, which removes everything that is odd in them.
+    """
+    L = factor(V.expand(samples, *V.shape))
+    pair, same_draws = [], seed(55)
+    for source in (Stream, MirroredStream):
+        slices = layer.branch(L, Sizes(n), source(same_draws, 0, dtype=V.dtype, device=CPU))
+        inside = torch.stack([F @ F.mT for F in slices]).mean(0)
+        pair.append(n * ((layer.shortcut**2 - 1) * V + layer.gamma**2 * inside))
+    return vech((pair[0] + pair[1]) / 2)
+
+
+def check_drift_of_steps(layer: Layer, m: int = 3, n: int = 128, samples: int = 2_000_000, reject: bool = True) -> None:
+    """The same for any layer, from whole steps at n and 2n, whose biases C/n cancel. Whole steps are noisy: this needs a large drift."""
+    V = random_covariance(m, 56)
+    b = vech(layer.drift(V))
+    means, errors = [], []
+    for width in (n, 2 * n):
+        after = propagate(layer, V, n=width, d=1, samples=samples, seed=seed(66), record="last").V[-1]
+        x = width * vech(after - V)
+        means.append(x.mean(0))
+        errors.append(x.std(0) / samples**0.5)
+    extrapolated, error = 2 * means[1] - means[0], (4 * errors[1] ** 2 + errors[0] ** 2).sqrt()
+    _assert_drift(extrapolated, error, b, left=0.01, reject=reject)
+
+
+def _assert_drift(found: Tensor, error: Tensor, b: Tensor, left: float, reject: bool) -> None:
+    def check(expected: Tensor) -> None:
+        assert ((found - expected).abs() < 5 * error + left * b.abs().max()).all(), f"drift must be {found}, as networks have it, got {b}"
+
+    check(b)
+    if reject:
+        for wrong in (0.95, 1.05):
+            assert_rejected(lambda wrong=wrong: check(wrong * b))
+
+
+def check_Sigma_of_steps(layer: Layer, m: int = 3, n: int = 64, samples: int = 400_000) -> None:
+    """n·Cov[V'] → Sigma, with a bias C/n. An error of 5 % is rejected."""
+    V = random_covariance(m, 57)
+    Sigma = layer.Sigma(V)
+
+    def scaled_squares(n: int) -> Tensor:
+        V1 = propagate(layer, V, n=n, d=1, samples=samples, seed=seed(58), record="last").V[-1]
+        x = vech(V1 - V1.mean(0))
+        return n * x[:, :, None] * x[:, None, :]
+
+    once, twice = scaled_squares(n), scaled_squares(2 * n)
+    C = 25.0 * Sigma.max().item()
+    assert_mean(once, Sigma, bias=C / n)
+    assert_mean(twice, Sigma, bias=C / (2 * n))
+    extrapolated = 2 * twice - once  # the bias cancels
+    assert_mean(extrapolated, Sigma, bias=0.01 * Sigma.max().item())
+    for wrong in (0.95, 1.05):
+        assert_rejected(lambda wrong=wrong: assert_mean(extrapolated, wrong * Sigma, bias=0.01 * Sigma.max().item()))
+
+
+def check_survival(layer: Layer, m: int = 3, widths: tuple[int, ...] = (4, 32)) -> None:
+    """Networks give finite numbers also where tokens coincide or have lengths near the ends of the float range."""
+    eye, ones = torch.eye(m, dtype=torch.float64), torch.ones(m, m, dtype=torch.float64)
+    for V0 in (ones, 1e60 * ones, 1e60 * eye, 1e-60 * eye, 1e75 * eye):
+        for n in widths:
+            paths = propagate(layer, V0, n=n, d=12, samples=16, seed=seed(62))
+            assert paths.V.isfinite().all()
+            assert paths.rho.isfinite().all()
+            assert not paths.stopped.isnan().any()

@@ -1,0 +1,110 @@
+"""Checks of a layer's limit: drift, noise, Sigma, and the solver's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from shaped.covariance import Point, vech
+from shaped.layers.base import Layer
+from shaped.layers.terms import Term
+from shaped.randomness import GeneratorNormals
+from shaped.testing.stats import assert_covariance, assert_mean, assert_rejected, generator, random_covariance, seed
+
+
+def check_symmetry(layer: Layer, m: int = 3) -> None:
+    """The drift and every draw of the noise are symmetric, and the same generator gives the same noise."""
+    V = random_covariance(m, 7, (5,))
+    one, two = (layer.noise(V, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(one, two), "noise must be a function of V and the generator"
+    assert torch.equal(one, one.mT), "noise must be symmetric"
+    b = layer.drift(V)
+    assert torch.allclose(b, b.mT, rtol=1e-12, atol=1e-14), "drift must be symmetric"
+
+
+def check_noise(layer: Layer, m: int = 3, samples: int = 1_000_000) -> None:
+    """The noise has mean 0 and covariance Sigma. An error of 5 % in Sigma is rejected."""
+    V, g = random_covariance(m, 5), generator(6)
+    chunks = 8
+    draws = torch.cat([vech(layer.noise(V.expand(samples // chunks, m, m), g)) for _ in range(chunks)])
+    Sigma = layer.Sigma(V)
+    assert_mean(draws, 0.0)
+    assert_covariance(draws, Sigma)
+    assert_rejected(lambda: assert_covariance(draws, 1.05 * Sigma))
+
+
+def check_Sigma(layer: Layer, tokens: Iterable[int] = range(2, 7)) -> None:
+    """Sigma is positive semi-definite for these numbers of tokens."""
+    for m in tokens:
+        eigenvalues = torch.linalg.eigvalsh(layer.Sigma(random_covariance(m, m, (8,))))
+        assert (eigenvalues[:, 0] >= -1e-12 * eigenvalues[:, -1]).all(), f"Sigma must be positive semi-definite, for {m} tokens too"
+
+
+def check_batches(layer: Layer, m: int = 3) -> None:
+    """Drift and Sigma of a batch are those of its matrices."""
+    V = random_covariance(m, 8, (2, 3))
+    for function in (layer.drift, layer.Sigma):
+        whole = function(V)
+        assert whole.shape[:2] == (2, 3)
+        assert torch.allclose(whole[1, 2], function(V[1, 2]), rtol=1e-13, atol=1e-15)
+
+
+def check_permutation(layer: Layer, m: int = 5) -> None:
+    """Permuting the tokens permutes drift and Sigma. Not for layers with a mask."""
+    V, order = random_covariance(m, 9), torch.randperm(m, generator=generator(9))
+    shuffled = V[order][:, order]
+    assert torch.allclose(layer.drift(shuffled), layer.drift(V)[order][:, order], rtol=1e-12, atol=1e-14)
+    rows, columns = torch.triu_indices(m, m)
+    label = torch.empty(m, m, dtype=torch.long)
+    label[rows, columns] = label[columns, rows] = torch.arange(len(rows))
+    same = label[order[rows], order[columns]]
+    assert torch.allclose(layer.Sigma(shuffled), layer.Sigma(V)[same][:, same], rtol=1e-12, atol=1e-14)
+
+
+def check_chain(layer: Layer, other: Layer, m: int = 3) -> None:
+    """Drift and Sigma of a chain are the sums, in both orders."""
+    V = random_covariance(m, 13, (4,))
+    for chain in (layer >> other, other >> layer):
+        assert torch.allclose(chain.drift(V), layer.drift(V) + other.drift(V), rtol=1e-13, atol=1e-15)
+        assert torch.allclose(chain.Sigma(V), layer.Sigma(V) + other.Sigma(V), rtol=1e-13, atol=1e-15)
+
+
+def check_solver_step(layer: Layer, m: int = 3) -> None:
+    """A small step of the solver has the limit's moments: E[V'] = V + h b + O(h²) and Cov[V'] = h Sigma + O(h²), as weak order 1 needs.
+
+    An error of 5 % in Sigma is rejected.
+    """
+    V = random_covariance(m, 11) / 2  # attention is slow here: it takes both steps whole
+    drift, covariance = step_moments(layer.terms, V)
+    Sigma = layer.Sigma(V)
+    left = 10 * 0.02**2 * Sigma.max().item()  # O(h²)
+    assert_mean(drift, vech(layer.drift(V)), bias=left)
+    assert_mean(covariance, Sigma, bias=left)
+    assert_rejected(lambda: assert_mean(covariance, 1.05 * Sigma, bias=left))
+
+
+def step_moments(terms: Iterable[Term], V: Tensor, h: float = 0.02) -> tuple[Tensor, Tensor]:
+    """Samples whose means are drift and covariance as h goes to 0. Two step sizes with the same normals remove the term in h."""
+    terms, literal = tuple(terms), seed(12)
+    (full, mirrored_full), (half, mirrored_half) = (_one_step(terms, V, step, literal) for step in (h, h / 2))
+    drift = (2 * half - full + 2 * mirrored_half - mirrored_full) / 2
+    squares = [step * x[:, :, None] * x[:, None, :] for x, step in ((full - full.mean(0), h), (half - half.mean(0), h / 2))]
+    return drift, 2 * squares[1] - squares[0]
+
+
+class MirroredNormals(GeneratorNormals):
+    """The same normals with the other sign. The mean over both runs has no odd terms."""
+
+    def normal(self, *shape: int) -> Tensor:
+        return -super().normal(*shape)
+
+
+def _one_step(terms: tuple[Term, ...], V: Tensor, h: float, literal: int, samples: int = 400_000) -> Iterator[Tensor]:
+    """The upper triangle of (V' - V)/h after one step, for normals and for mirrored normals."""
+    for source in (GeneratorNormals, MirroredNormals):
+        points, normals = Point(matrix=V.expand(samples, *V.shape)), source(torch.Generator().manual_seed(literal), V)
+        for term in terms:
+            points = term.move(points, h, normals)
+        yield (vech(points.V) - vech(V)) / h
