@@ -16,15 +16,12 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.output_capturing import _active_collector
 
 from shaped.nn.attention import shaped_attention
+from shaped.nn.attention_hooks import call_attention_hooks
 from shaped.nn.modules import ShapedSelfAttention
 
 NAME = "shaped"
 NOT_HERE = ("softcap", "s_aux", "indices", "block_indices")
 """What some models change about the softmax: capped logits, sinks, sparse selections."""
-
-Observer = Callable[[nn.Module, Tensor, Tensor, float, Tensor | None, bool], None]
-observers: list[Observer] = []
-"""Called with (module, queries, keys, scale, mask, causal) at each shaped attention: diagnostics put themselves here for a while."""
 
 
 def attention_forward(
@@ -71,8 +68,7 @@ def attention_forward(
     causal = causal and mask is None
     gamma1, gamma2 = gains_of(module)
     scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) * getattr(module, "shaped_temperature", 1.0)
-    for observer in observers:
-        observer(module, query, key, scale, mask, causal)
+    call_attention_hooks(module, query, key, scale, mask, causal)
     arguments: dict[str, Any] = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": causal, "attn_mask": mask}
     arguments |= {"positions": positions, "dropout_p": dropout}
     if wanted:
