@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from shaped.figures.harness.claims import HOLDS, RELATIONS, verdict
-from shaped.figures.harness.jobs import Result
+from shaped.figures.harness.page import Result
 from shaped.files import entries, open_regular, read_sealed, write_atomically, write_sealed
 
 TEXTS = ("figure", "title", "shows", "version", "code", "scale", "device", "arrays_sha256")
@@ -110,7 +110,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         with open_regular(path) as file:
             return file.read()
@@ -120,7 +120,7 @@ def _content(path: Path) -> bytes:
 
 def read_arrays(path: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
     """The .npz that a summary was saved with."""
-    data = _content(path)
+    data = _read_bytes(path)
     if hashlib.sha256(data).hexdigest() != summary["arrays_sha256"]:
         raise ValueError(f"{path.name} must be the arrays that {path.stem}.json was saved with, got {'others' if data else 'none'}")
     try:
@@ -132,14 +132,14 @@ def read_arrays(path: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def read_picture(path: Path, summary: dict[str, Any]) -> bytes:
     """The .png that was drawn from a summary's arrays."""
-    data = _content(path)
+    data = _read_bytes(path)
     shown = f"{SHOWN}\0{summary['arrays_sha256']}".encode()
-    if (b"tEXt", shown) not in list(_chunks(path.name, data)):
+    if (b"tEXt", shown) not in list(_read_chunks(path.name, data)):
         raise ValueError(f"{path.name} must be drawn from the arrays of {path.stem}.json, got another picture")
     return data
 
 
-def _chunks(name: str, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _read_chunks(name: str, data: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Kind and content of the pieces that a PNG is made of, each of which has a check sum."""
     at, kind = len(PNG), b""
     whole = data.startswith(PNG)

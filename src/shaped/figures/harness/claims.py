@@ -48,7 +48,7 @@ def count(rows: Iterable[Row]) -> dict[str, int]:
     return {outcome: found.count(outcome) for outcome in VERDICTS}
 
 
-def counted(rows: Sequence[Row]) -> str:
+def describe_verdicts(rows: Sequence[Row]) -> str:
     """In words, the same on the terminal, in the report and in the documents."""
     if not rows:
         return "no claims"
@@ -56,7 +56,7 @@ def counted(rows: Sequence[Row]) -> str:
     return f"{len(rows)} {claims}: " + ", ".join(f"{outcome} {number}" for outcome, number in count(rows).items())
 
 
-def row(
+def judge(
     id: str,
     m: int | None,
     claim: str,
@@ -103,14 +103,14 @@ def distance_interval(distance: Distance) -> Interval:
     return max(0.0, distance.value - distance.band), min(1.0, distance.value + distance.band)
 
 
-def agreement(id: str, m: int, claim: str, distance: Distance) -> Row:
+def judge_agreement(id: str, m: int, claim: str, distance: Distance) -> Row:
     """Two laws agree: their distance is at most the tolerance."""
-    return row(id, m, claim, distance.value, distance_interval(distance), at_most=TOLERANCE) | {"band": distance.band}
+    return judge(id, m, claim, distance.value, distance_interval(distance), at_most=TOLERANCE) | {"band": distance.band}
 
 
-def separation(id: str, m: int, claim: str, distance: Distance, at_least: float = TOLERANCE) -> Row:
+def judge_separation(id: str, m: int, claim: str, distance: Distance, at_least: float = TOLERANCE) -> Row:
     """Two laws are apart: their distance is at least so much; by default, more than laws that agree may have."""
-    return row(id, m, claim, distance.value, distance_interval(distance), at_least=at_least) | {"band": distance.band}
+    return judge(id, m, claim, distance.value, distance_interval(distance), at_least=at_least) | {"band": distance.band}
 
 
 def student(degrees: int) -> float:

@@ -39,14 +39,14 @@ LOOK: Any = {
 
 
 @contextmanager
-def styled() -> Iterator[None]:
+def apply_style() -> Iterator[None]:
     from matplotlib import rc_context
 
     with rc_context(LOOK):
         yield
 
 
-def sheet(columns: int, width: float = WIDE, height: float = 2.5, **how: Any) -> tuple[Figure, list[Axes]]:
+def make_panels(columns: int, width: float = WIDE, height: float = 2.5, **how: Any) -> tuple[Figure, list[Axes]]:
     """A figure of panels side by side."""
     from matplotlib.figure import Figure
 
@@ -54,14 +54,14 @@ def sheet(columns: int, width: float = WIDE, height: float = 2.5, **how: Any) ->
     return figure, list(np.atleast_1d(figure.subplots(1, columns, **how)))
 
 
-def steps_of(count: int) -> list[Any]:
+def ordered_colours(count: int) -> list[Any]:
     """Colours for an ordered family, dark to light, of even lightness steps also in print."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](x) for x in np.linspace(0.0, 0.82, count)]
 
 
-def line_key(axes: Axes, **how: Any) -> None:
+def draw_line_key(axes: Axes, **how: Any) -> None:
     """Says once that solid is the network and dashed the SDE."""
     from matplotlib.lines import Line2D
 
@@ -69,7 +69,7 @@ def line_key(axes: Axes, **how: Any) -> None:
     axes.add_artist(axes.legend(handles=handles, **how))
 
 
-def densities_panel(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: str, colour: Any = BLUE) -> None:
+def draw_densities(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: str, colour: Any = BLUE) -> None:
     """The SDE against the network: histograms, and kernel density estimates on top."""
     for face in LINES:
         key = f"{name}_{face}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shaped.figures.harness.jobs import NoData
+from shaped.figures.harness.page import NoData
 from shaped.train.run_records import Trained, trained
 
 NAMES = {"recover": "Recover", "learn": "Learn", "fixed": "Fixed", "preln": "Pre-LN", "postln": "Post-LN", "vanilla": "vanilla"}
@@ -26,14 +26,14 @@ class Settings:
     sha256: str
 
 
-def settings(places: tuple[Path, ...]) -> Settings:
+def hash_runs(places: tuple[Path, ...]) -> Settings:
     digest = hashlib.sha256()
     for run in trained(places):
         digest.update(json.dumps(asdict(run), sort_keys=True).encode())
     return Settings(tuple(map(str, places)), digest.hexdigest())
 
 
-def read(settings: Settings, what: str, having: Callable[[Trained], Any]) -> list[Trained]:
+def read_runs(settings: Settings, what: str, having: Callable[[Trained], Any]) -> list[Trained]:
     """The runs that have what a page needs; at least one."""
     found = [run for run in trained([Path(run) for run in settings.runs]) if having(run)]
     if not found:
@@ -41,7 +41,7 @@ def read(settings: Settings, what: str, having: Callable[[Trained], Any]) -> lis
     return found
 
 
-def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> dict[str, Any]:
+def make_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> dict[str, Any]:
     """The rows for the report: by the columns' headings, with models by their names and nothing where a number is missing."""
 
     def cell(name: str, value: Any) -> Any:
@@ -52,7 +52,7 @@ def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> dict[str, Any]
     return {"columns": list(columns.values()), "rows": [[cell(name, line[name]) for name in columns] for line in rows]}
 
 
-def numbers(rows: list[dict[str, Any]], name: str) -> np.ndarray:
+def column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([math.nan if line[name] is None else line[name] for line in rows], dtype=float)
 
 

@@ -35,7 +35,7 @@ class Settings:
     samples: int = 100
 
 
-def ensemble(settings: Settings, gamma: float, tau0: float, m: int, seed: int, device: str, step: float = 0.01) -> Ensemble:
+def make_ensemble(settings: Settings, gamma: float, tau0: float, m: int, seed: int, device: str, step: float = 0.01) -> Ensemble:
     return Ensemble(
         layer=ShapedAttention(gamma, tau0),
         m=m,
@@ -52,17 +52,17 @@ def ensemble(settings: Settings, gamma: float, tau0: float, m: int, seed: int, d
     )
 
 
-def stopping_times(ensemble: Ensemble, face: str) -> Float[np.ndarray, " sample"]:
+def simulate_stopping_times(ensemble: Ensemble, face: str) -> Float[np.ndarray, " sample"]:
     """t* = d*/n, capped at 1 as in the paper."""
-    return np.minimum(ensemble.of(face).stopped.numpy(), CAP)
+    return np.minimum(ensemble.simulate(face).stopped.numpy(), CAP)
 
 
-def median(times: Float[np.ndarray, " sample"], seed: int) -> tuple[float, float, float]:
+def estimate_median(times: Float[np.ndarray, " sample"], seed: int) -> tuple[float, float, float]:
     value, (low, high) = bootstrap_interval(times, lambda drawn: float(np.median(drawn)), seed)
     return value, low, high
 
 
-def largest_rise(medians: Float[np.ndarray, "step 3"]) -> tuple[float, tuple[float, float]]:
+def find_largest_rise(medians: Float[np.ndarray, "step 3"]) -> tuple[float, tuple[float, float]]:
     """The rise between neighbours that may be the largest, of medians with their intervals; 0 if there is none."""
     rises = [rise(before, after) for before, after in pairwise(medians)]
     value, (low, high) = max(rises, key=lambda entry: entry[1][1])
