@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def list_sources(module: str, root: Path = ROOT) -> list[Path]:
         if path is None or name in found or name in DRAWING:
             continue
         found[name] = path
-        waiting += list_imports(path)
+        waiting += list_imports(path.read_bytes())
     if not found:
         raise ValueError(f"module must be a module of {root}, got {module!r}")
     return sorted(found.values())
@@ -54,11 +53,13 @@ def find_source(name: str, root: Path) -> Path | None:
     return None
 
 
-def list_imports(path: Path) -> Iterator[str]:
+@cache
+def list_imports(source: bytes) -> tuple[str, ...]:
     """Every name that may be a module: for `from a.b import c`, both a.b and a.b.c. The package has no relative imports."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(names)
