@@ -248,7 +248,7 @@ def test_every_curve_is_what_its_label_says(id):
 def test_histograms_are_filled_for_the_network_and_outlines_for_the_sde(id):
     picture = PICTURES[id]()
     steps = [patch for axes in reproduce.load_page(id).draw({"tokens": 4}, picture.arrays).axes for patch in axes.patches]
-    filled = {step.get_fill(): step.get_data().values.tolist() for step in steps if isinstance(step, StepPatch)}
+    filled = {step.get_fill(): np.asarray(step.get_data()[0]).tolist() for step in steps if isinstance(step, StepPatch)}
     last = [name for name in picture.arrays if name.endswith("_sde_heights")][-1]
     assert filled == {True: picture.arrays[last.replace("_sde_", "_network_")].tolist(), False: picture.arrays[last].tolist()}
 

@@ -1,4 +1,4 @@
-"""Figure 1: the shaped Transformer keeps its tokens apart, and the SDE has its network's law."""
+"""Figure 1: the shaped Transformer keeps its tokens apart, and the SDE has the law of the network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWS = (
     "Right: density of the correlation at the last layer, SDE against network, for the whole Transformer (fig7 has attention alone, as the "
     "paper's caption). Bands are 95 % intervals of the means."
 )
-# Pre-LN, drawn with its tokens, takes most of the time.
+# Pre-LN is simulated with explicit tokens, which takes most of the time.
 SCALES = {"quick": laws.Settings(samples=2**9), "paper": laws.Settings(law_tokens=laws.PROVING)}
 MODELS = ("shaped", "unshaped", "preln")
 
@@ -37,12 +37,12 @@ def settings(scale: str) -> laws.Settings:
 
 def compute(settings: laws.Settings, simulator: Simulator) -> Result:
     layers = make_models(settings.gamma)
-    chosen: dict[Any, Any] = {
+    jobs: dict[Any, Any] = {
         ("left", m, name): partial(simulate_mean_pairs, make_ensemble(settings, layers[name], m, simulator, record=2), ("rho",), False)
         for name in reversed(MODELS)  # the longest first
         for m in simulator.token_counts
     }
-    found: dict[Any, Any] = simulator.run(chosen | laws.make_law_jobs("right", settings, laws.make_transformer(settings), simulator))
+    found: dict[Any, Any] = simulator.run(jobs | laws.make_law_jobs("right", settings, laws.make_transformer(settings), simulator))
     claims = []
     for m in simulator.token_counts:
         at_end = {name: mean_interval(found["left", m, name]["rho"][-1]) for name in MODELS}

@@ -61,7 +61,7 @@ def settings(scale: str) -> Settings:
 
 @cache
 def read_source(length: int = 2**21) -> bytes:
-    """Source of the standard library, file by file in the order of their names."""
+    """The first `length` bytes of the standard library's source, its files in the order of their names."""
     found = b""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         found += path.read_bytes()
@@ -81,13 +81,13 @@ def measure_gradient_norms(
 ) -> Float[np.ndarray, "count 2 layer"]:
     """Norms of dloss/dW^V and dloss/dW^Q of every layer of one random network, for sequences of each number of tokens.
 
-    In double precision: the differences between tokens that have collapsed are far below single precision's.
+    Computed in double precision: collapsed tokens differ by less than the rounding of single precision.
     """
     generator = torch.Generator().manual_seed(seed)
-    how: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
     block = make_models(settings.gamma, mask="causal")[model]
-    stack = nn.Sequential(*(block.module(settings.n, **how) for _ in range(settings.d))).to(device).requires_grad_(False)
-    embedding, readout = (torch.randn(BYTES, settings.n, **how).to(device) for _ in range(2))
+    stack = nn.Sequential(*(block.module(settings.n, **options) for _ in range(settings.d))).to(device).requires_grad_(False)
+    embedding, readout = (torch.randn(BYTES, settings.n, **options).to(device) for _ in range(2))
     attentions = [module for module in stack.modules() if isinstance(module, RandomAttention)]
     wanted = [attention.value for attention in attentions] + [attention.query for attention in attentions]
     for weight in wanted:
@@ -96,7 +96,7 @@ def measure_gradient_norms(
     for m in counts:
         sequences = draw_excerpts(settings.sequences, m + 1, seed).to(device)
         tokens = stack(embedding[sequences[:, :-1]])
-        tokens = layer_norm(tokens) if model == "preln" else tokens  # Pre-LN Transformers end with one
+        tokens = layer_norm(tokens) if model == "preln" else tokens  # a Pre-LN Transformer ends with a LayerNorm
         logits = tokens @ readout.T / math.sqrt(settings.n)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, wanted)
@@ -127,7 +127,8 @@ def compute(settings: Settings, simulator: Simulator) -> Result:
 
 
 def judge_gradients(m: int, logs: dict[str, Float[np.ndarray, "network 2 layer"]]) -> list[Row]:
-    """`logs` are log10 of the norms. The factor between the largest and the smallest layer, averaged in the logarithm over networks."""
+    """`logs` are log10 of the norms. Judges the ratio of the largest to the smallest norm over the layers, as a geometric mean over
+    networks."""
 
     def spread(name: str, weight: str) -> tuple[float, tuple[float, float]]:
         of_layers = logs[name][:, WEIGHTS.index(weight)]

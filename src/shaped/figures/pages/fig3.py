@@ -1,4 +1,4 @@
-"""Figure 3: what the strength of the residual branch does to the law of the correlation in a ResNet."""
+"""Figure 3: the law of the correlation in a ResNet, for several strengths of the residual branch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def compute(settings: Settings, simulator: Simulator) -> Result:
         rho = {g: [pairs(path.rho[-1].double().numpy()) for path in paths[g]] for g in gammas}
         worst = max(
             (compare(*paths[g], statistics=("rho",), pair=None, seed=simulator.seed).ks["rho"] for g in settings.drawn),
-            key=lambda ks: ks.value + ks.band,  # the one that may be the largest
+            key=lambda ks: ks.value + ks.band,  # the distance whose interval reaches highest
         )
         high = {face: np.array([percentile_interval(rho[g][k], simulator.seed) for g in gammas]) for k, face in enumerate(FACES)}
         claims += [
@@ -127,11 +127,11 @@ def judge_gap(m: int, high: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import BLUE, LINES, draw_line_key, make_panels, ordered_colours
+    from shaped.figures.harness.style import BLUE, LINES, draw_line_key, make_panels, pick_ordered_colours
 
     figure, (density, percentiles) = make_panels(2)
     drawn = arrays["drawn"]
-    for i, (gamma, colour) in enumerate(zip(drawn, ordered_colours(len(drawn)), strict=True)):
+    for i, (gamma, colour) in enumerate(zip(drawn, pick_ordered_colours(len(drawn)), strict=True)):
         for face in LINES:
             label = (r"$1/\sqrt{d}$" if i == 0 else f"${gamma:g}$") if face == "network" else None
             density.plot(arrays["grid"], arrays[f"density_{i}_{face}"], LINES[face], color=colour, label=label)

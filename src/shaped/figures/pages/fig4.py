@@ -1,4 +1,4 @@
-"""Figure 4: what becomes of the covariance when modifications of attention are left out."""
+"""Figure 4: the covariance through depth when some of the three modifications of attention are left out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VANISHED = -20.0  # log10; tau+centre without id: 1e-46
 EXPLODED = 20.0  # log10; id without centre: 1e59
 UNSTABLE = 3.0  # log10; id+centre with tau = sqrt(n_k): 1e11
 STABLE = 1.0  # |log10|; shaped: 0.57
-# The next two, and the median, were added once the mean had turned out to be that of a few networks.
+# The next two, and the median, were added after the first run, in which a few networks determined the mean.
 FEW = 0.01  # share of shaped networks with |V| above EXPLODING
 EXPLODING = 1e2
 TAIL = "a few networks in a thousand explode (the drift is cubic), and the mean is theirs: orders of magnitude apart from seed to seed"

@@ -1,4 +1,4 @@
-"""Figure 5: where shaped attention becomes unstable, and how gamma delays it."""
+"""Figure 5: when shaped attention becomes unstable, and how a smaller gamma delays it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def settings(scale: str) -> Settings:
 
 
 def simulate_largest_eigenvalues(ensemble: Ensemble, face: str) -> np.ndarray:
-    """Of each path at each recorded time, [time, sample]; a path that stopped ends there (nan)."""
+    """Simulates; returns the largest eigenvalue of each path at each recorded time, [time, sample]; nan after a path has stopped."""
     paths = ensemble.simulate(face)
     values = np.linalg.eigvalsh(paths.V.cpu().numpy())[..., -1]
     values[paths.t.numpy()[:, None] > paths.stopped.numpy() + 1e-9] = np.nan
@@ -129,19 +129,18 @@ def ratio(early: np.ndarray, late: np.ndarray, seed: int) -> tuple[float, tuple[
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from matplotlib.lines import Line2D
 
-    from shaped.figures.harness.style import BLACK, BLUE, LINES, draw_line_key, make_panels, ordered_colours
+    from shaped.figures.harness.style import BLACK, BLUE, LINES, draw_line_key, make_panels, pick_ordered_colours
 
     figure, (paths, times) = make_panels(2)
     drawn = arrays["drawn"]
-    for gamma, colour in zip(drawn, ordered_colours(len(drawn)), strict=True):
+    colours = pick_ordered_colours(len(drawn))
+    for gamma, colour in zip(drawn, colours, strict=True):
         for face in LINES:
             values = arrays[f"eigenvalues_{gamma:g}_{face}"]
             paths.plot(np.linspace(0.0, CAP, len(values)), values, LINES[face], color=colour, linewidth=0.8)
     for bound in arrays["bounds"][1:]:
         paths.axhline(bound, color=BLACK, linestyle=":", linewidth=0.8)
-    keys = [
-        Line2D([], [], color=colour, label=rf"$\gamma={gamma:g}$") for gamma, colour in zip(drawn, ordered_colours(len(drawn)), strict=True)
-    ]
+    keys = [Line2D([], [], color=colour, label=rf"$\gamma={gamma:g}$") for gamma, colour in zip(drawn, colours, strict=True)]
     draw_line_key(paths, loc="lower center")
     paths.legend(handles=keys, loc="lower right")
     paths.set(xlabel=r"$t=\ell/n$", ylabel=r"$\lambda_{\max}(V_\ell)$", yscale="log", xlim=(0, CAP), ylim=(15, None))

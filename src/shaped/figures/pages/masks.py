@@ -1,4 +1,4 @@
-"""Masks: beyond the paper, the law of causal attention with heads and output projection: the network's, its SDE's, and wrong SDEs'."""
+"""Masks: beyond the paper, the law of causal attention with heads and output projection, for the network, its SDE and two wrong SDEs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SHOWS = (
     "network follows."
 )
 CONTRAST = 0.25
-"""How far the network's correlations must be from a wrong SDE's: half way between what the right SDE's must be within at the quick scale
-(0.11) and the distance of the SDEs from each other (0.38 to 0.41, found before a network was simulated)."""
+"""Least distance between the network's correlations and a wrong SDE's: half way between the tolerance for the right SDE at the quick
+scale (0.11) and the distance between the SDEs (0.38 to 0.41, measured before any network was simulated)."""
 WRONG = {"full": "of full attention", "none": "without attention"}
 CORRELATIONS, RATIOS = (-0.98, -0.95, -0.9, -0.8, -0.6, -0.3, 0.0), (0.5, 0.7, 1.0, 1.4, 2.0)  # where the axes, artanh and log, have ticks
 NO_ATTENTION = 1e6  # a temperature at which attention is the identity
@@ -38,7 +38,7 @@ NO_ATTENTION = 1e6  # a temperature at which attention is the identity
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(laws.Settings):
-    """Figure 1's width and depth. The rest was chosen with the SDEs alone, by how far they are apart while few paths explode."""
+    """Figure 1's width and depth. The rest was chosen with the SDEs alone: far apart from each other, with few exploding paths."""
 
     gamma: float = 0.25
     tau0: float = 0.5
@@ -64,11 +64,11 @@ def make_block(settings: Settings, **other: Any) -> Layer:
 def compute(settings: Settings, simulator: Simulator) -> Result:
     right = make_block(settings)
     layers = {"network": right, "sde": right, "full": make_block(settings, mask=None), "none": make_block(settings, tau0=NO_ATTENTION)}
-    how: dict[str, Any] = {"samples": settings.samples, "step": settings.step, "alternating": settings.alternating, "single": True}
+    options: dict[str, Any] = {"samples": settings.samples, "step": settings.step, "alternating": settings.alternating, "single": True}
     found = simulator.run(
         {
             (m, name): partial(
-                simulate_arrays, make_ensemble(settings, layer, m, simulator, **how), "network" if name == "network" else "sde"
+                simulate_arrays, make_ensemble(settings, layer, m, simulator, **options), "network" if name == "network" else "sde"
             )
             for m in reversed(simulator.token_counts)  # the longest first
             for name, layer in layers.items()
@@ -85,7 +85,7 @@ def compute(settings: Settings, simulator: Simulator) -> Result:
 
 
 def read_statistics(arrays: Arrays) -> dict[str, Sample]:
-    """What is compared. Correlations as artanh(rho), which has the same distances and no ends; with two tokens there is one."""
+    """The samples that are compared. Correlations are artanh(rho), which has the same distances and is unbounded; two tokens have one."""
     paths = laws.drop_stopped(arrays)
     V, rho = paths.V[-1].double().numpy(), paths.rho[-1].double().numpy()
     z = np.arctanh(np.clip(rho[:, 0], -1 + 1e-12, 1 - 1e-12))

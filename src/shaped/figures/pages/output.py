@@ -1,4 +1,4 @@
-"""Output: beyond the paper's figures, the law of what the network puts out."""
+"""Output: beyond the paper's figures, the law of the network's output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def settings(scale: str) -> Settings:
 
 
 def simulate_network_outputs(networks: Ensemble, outputs: int, block: int) -> Output:
-    """X_d W_out/sqrt(n) of networks drawn with their tokens; those that explode are left out."""
+    """Simulates networks with explicit tokens; returns X_d W_out/sqrt(n) of those that do not explode."""
     sizes, device = Sizes(networks.n), torch.device(networks.device)
     stream = Stream(networks.seed, block, kind="output", dtype=torch.float32, device=device)
     process = TokenSteps(networks.layer, sizes)
@@ -62,6 +62,7 @@ def simulate_network_outputs(networks: Ensemble, outputs: int, block: int) -> Ou
 
 
 def simulate_limit_outputs(limit: Ensemble, outputs: int) -> Output:
+    """Simulates the SDE; returns one draw of N(0, V_T ⊗ I) for each path that did not stop."""
     paths = limit.simulate_limit()
     V = paths.V[-1].cpu()[paths.stopped > paths.t[-1]]
     return draw_gaussian(V, outputs, limit.seed)
@@ -95,7 +96,7 @@ def compute(settings: Settings, simulator: Simulator) -> Result:
 
 
 def split(whole: Ensemble, size: int = 256) -> list[Ensemble]:
-    """The same in pieces, which several processes can share; their number and sizes depend on nothing else."""
+    """The ensemble in pieces for several processes. The pieces do not depend on the number of processes, so the numbers do not either."""
     return [replace(whole, samples=min(size, whole.samples - first)) for first in range(0, whole.samples, size)]
 
 

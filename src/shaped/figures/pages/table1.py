@@ -74,8 +74,8 @@ def collect_curves(found: list[Trained]) -> dict[str, np.ndarray]:
 
 
 def judge_losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each depth, number of steps, width, batch and text at which both were trained."""
-    made = []
+    """One claim for each depth, number of steps and task (width, batch, text) at which both Pre-LN and a shaped model were trained."""
+    claims = []
     places = sorted({(line["depth"], line["steps"], line["task"]) for line in rows})
     alike = Counter(place[:2] for place in places)
     for depth, steps, task in places:
@@ -83,7 +83,7 @@ def judge_losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         baseline = [line for line in here if line["name"] == "preln"]
         shaped = [line for line in here if line["name"] in ("recover", "learn", "fixed")]
         if baseline and shaped:
-            # One seed proves nothing, neither for nor against: where others have more, it is left out.
+            # One seed proves nothing: models with one seed are left out where others have more.
             several = [line for line in shaped if line["seeds"] > 1]
             best = min(several or shaped, key=lambda line: line["test_loss"])
             value = best["test_loss"] - baseline[0]["test_loss"]
@@ -93,12 +93,12 @@ def judge_losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             id = f"table1.d{depth}.s{steps}"
             if alike[depth, steps] > 1:  # of other text or another width
                 id += "." + hashlib.sha256(task.encode()).hexdigest()[:6]
-            made.append(judge(id, None, claim, value, difference_interval(value, best, baseline[0]), at_most=WITHIN))
-    return made
+            claims.append(judge(id, None, claim, value, difference_interval(value, best, baseline[0]), at_most=WITHIN))
+    return claims
 
 
 def difference_interval(value: float, *lines: dict[str, Any]) -> tuple[float, float]:
-    """The 95 % interval of a difference of means over seeds; without an end where there is one seed."""
+    """The 95 % interval of a difference of means over seeds; infinite if one of them has one seed."""
     if any(line["seeds"] < 2 for line in lines):
         return -math.inf, math.inf
     error = math.sqrt(sum(line["test_loss_std"] ** 2 / line["seeds"] for line in lines))

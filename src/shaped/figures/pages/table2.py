@@ -37,14 +37,14 @@ def compute(settings: runs.Settings, simulator: Simulator) -> Result:
 
 
 def make_labels(rows: list[dict[str, Any]]) -> list[str]:
-    """Model and depth, and what else tells runs of the same model and depth apart."""
+    """Model and depth, and the settings in which runs of the same model and depth differ."""
 
-    def told(line: dict[str, Any]) -> list[str]:
+    def differences(line: dict[str, Any]) -> list[str]:
         alike = [other for other in rows if (other["name"], other["depth"]) == (line["name"], line["depth"])]
         differ = [key for key in ("steps", "lr", "gamma", "seed") if len({other[key] for other in alike}) > 1]
         return [f"{key} {line[key]:g}" for key in differ]
 
-    return [", ".join([runs.label(line["name"]), f"$d={line['depth']}$", *told(line)]) for line in rows]
+    return [", ".join([runs.label(line["name"]), f"$d={line['depth']}$", *differences(line)]) for line in rows]
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:

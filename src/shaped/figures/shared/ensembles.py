@@ -1,4 +1,4 @@
-"""Samples of networks and of their limit at one setting, as jobs that any process can run."""
+"""Ensembles: random networks, and paths of their SDE, at one setting; their simulation as jobs for any process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPLODED = 1e4  # a path with an eigenvalue that large is exploding (Fig. stabil
 
 
 def make_models(gamma: float, mask: Mask = None) -> dict[str, Layer]:
-    """The Transformers that the paper holds against each other (Fig. rho_path_density, Fig. gradients)."""
+    """The Transformers that the paper compares (Fig. rho_path_density, Fig. gradients)."""
 
     def vanilla(gamma: float, lam: float | None = None) -> tuple[ShapedAttention, ReLUFeedForward]:
         attention = ShapedAttention(gamma, mask=mask, lam=lam, identity=False, centre=False, temperature=False)
@@ -51,7 +51,7 @@ class Ensemble:
     seed: int
     rho: float = 0.2
     variance: float = 1.0
-    alternating: bool = False  # every second of the equicorrelated tokens is turned round
+    alternating: bool = False  # every second token of V0 changes its sign
     step: float = 0.01  # of the SDE
     record: Record = "last"
     upper: float | None = EXPLODED
@@ -67,7 +67,7 @@ class Ensemble:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What networks and SDE are simulated with alike."""
+        """The options that `propagate` and `solve` share."""
         bounds = {"upper": self.upper, "lower": self.lower}
         return bounds | {"samples": self.samples, "seed": self.seed, "record": self.record, "device": self.device, "progress": False}
 
@@ -84,7 +84,7 @@ class Ensemble:
 
 
 class Sized(Protocol):
-    """Settings of a figure that an ensemble can be made from."""
+    """Settings of a page that suffice for an ensemble."""
 
     @property
     def n(self) -> int: ...
@@ -97,7 +97,7 @@ class Sized(Protocol):
 
 
 def make_ensemble(settings: Sized, layer: Layer, m: int, simulator: Simulator, **more: Any) -> Ensemble:
-    """Of m tokens at a figure's settings; with fewer samples where m is not drawn."""
+    """An ensemble of m tokens at a page's settings; with fewer samples where m is not drawn. `more` overrides fields."""
     sizes = {"n": settings.n, "d": settings.d, "rho": settings.rho, "samples": simulator.sample_count(settings.samples, m)}
     return Ensemble(layer=layer, m=m, seed=simulator.seed, device=simulator.device, **(sizes | more))
 
@@ -107,7 +107,7 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def simulate_arrays(ensemble: Ensemble, face: str) -> Arrays:
-    """Recorded times, covariances and stopping times, as arrays."""
+    """Simulates; returns recorded times, covariances and stopping times, as arrays that survive pickling."""
     paths = ensemble.simulate(face)
     return paths.t.numpy(), paths.V.cpu().numpy(), paths.stopped.numpy()
 
@@ -118,7 +118,7 @@ def to_trajectory(arrays: Arrays) -> Trajectory:
 
 
 def simulate_mean_pairs(ensemble: Ensemble, names: Sequence[str], absolute: bool) -> dict[str, np.ndarray]:
-    """ "rho" or "V" of each network at each recorded layer, averaged over the pairs of its tokens."""
+    """Simulates networks; returns "rho" or "V" of each at each recorded layer, averaged over the pairs of its tokens."""
     paths = ensemble.simulate_network()
     rows, columns = torch.triu_indices(ensemble.m, ensemble.m, 1)
     means = {}
@@ -129,4 +129,5 @@ def simulate_mean_pairs(ensemble: Ensemble, names: Sequence[str], absolute: bool
 
 
 def make_jobs(ensemble: Ensemble) -> dict[str, partial[Arrays]]:
+    """One job for the network and one for the SDE."""
     return {face: partial(simulate_arrays, ensemble, face) for face in FACES}

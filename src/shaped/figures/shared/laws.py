@@ -1,4 +1,4 @@
-"""The law of the SDE against that of networks at the last layer: what figures 1 (right), 7 and masks have in common."""
+"""The law of the SDE against the law of networks, at the last layer: shared by fig1 (right), fig7, output and masks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class Settings:
     step: float = 0.01
     samples: int = 2**12
     law_tokens: int = 0
-    """Tokens of all networks behind a claim about a law: with the captions' samples an agreement within TOLERANCE cannot be proved."""
+    """Least number of tokens, over all networks, for a claim about a law. The captions' samples are too few to prove an agreement within
+    TOLERANCE."""
 
     def law_samples(self, m: int, simulator: Simulator) -> int:
-        """Networks of m tokens behind a claim about their law. The more pairs of tokens a network has, the fewer networks it takes."""
+        """How many networks of m tokens to take for a claim about their law. More tokens give more pairs, so fewer networks suffice."""
         return max(simulator.sample_count(self.samples, m), self.law_tokens // m)
 
 
@@ -52,11 +53,11 @@ def make_transformer(settings: Settings) -> Layer:
 
 
 def make_law_jobs(name: str, settings: Settings, layer: Layer, simulator: Simulator) -> dict[Key, partial[Arrays]]:
-    made = {}
+    jobs = {}
     for m in simulator.token_counts:
         ensemble = make_ensemble(settings, layer, m, simulator, step=settings.step, samples=settings.law_samples(m, simulator), single=True)
-        made |= {(name, m, face): job for face, job in make_jobs(ensemble).items()}
-    return made
+        jobs |= {(name, m, face): job for face, job in make_jobs(ensemble).items()}
+    return jobs
 
 
 def drop_stopped(arrays: Arrays) -> Trajectory:
@@ -67,12 +68,12 @@ def drop_stopped(arrays: Arrays) -> Trajectory:
 
 
 def pair_entries(statistic: str, arrays: Arrays) -> Sample:
-    """ "rho" or "V" of every pair of tokens at the last layer."""
+    """Entries "rho" or "V" of every pair of tokens at the last layer, of the paths that did not stop."""
     return pairs(getattr(drop_stopped(arrays), statistic)[-1].numpy())
 
 
 def judge_law(id: str, m: int, claim: str, one: Sample, other: Sample, seed: int, at_least: float | None = None) -> Row:
-    """Whether two laws agree or, given `at_least`, are so far apart."""
+    """Judges that two laws agree or, given `at_least`, that they differ by that much."""
     if min(len(one), len(other)) < 2:
         why = "one of them explodes before the last layer"
         if at_least is None:
@@ -83,7 +84,7 @@ def judge_law(id: str, m: int, claim: str, one: Sample, other: Sample, seed: int
 
 
 def judge_pairs(id: str, words: str, statistic: str, found: dict[Key, Arrays], name: str, simulator: Simulator) -> list[Row]:
-    """Whether the two laws of "rho" or "V", over all pairs of tokens, agree, for each number of tokens."""
+    """Judges for each number of tokens that network and SDE have the same law of "rho" or "V" over all pairs of tokens."""
     claim = f"{words}: Kolmogorov-Smirnov distance of the {TITLES[statistic]}s"
     rows = []
     for m in simulator.token_counts:
@@ -93,5 +94,5 @@ def judge_pairs(id: str, words: str, statistic: str, found: dict[Key, Arrays], n
 
 
 def estimate_densities(statistic: str, found: dict[Key, Arrays], name: str, simulator: Simulator) -> dict[str, np.ndarray]:
-    """Histograms and density estimates for the number of tokens that is drawn."""
+    """Histograms and density estimates of network and SDE, for the number of tokens that is drawn."""
     return joint_densities(statistic, {face: pair_entries(statistic, found[name, simulator.tokens, face]).ravel() for face in FACES})

@@ -1,4 +1,4 @@
-"""What the pages that read finished training runs share: which files they read, and that these decide whether a page is made anew."""
+"""Finished training runs: shared by the pages that read them. Their hash is part of a page's settings, hence of its key in the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = {"recover": "Recover", "learn": "Learn", "fixed": "Fixed", "preln": "Pre
 
 @dataclass(frozen=True)
 class Settings:
-    """The runs, by folder or file and by the hash of what is in them."""
+    """The folders and files of the runs, and a hash of their content."""
 
     runs: tuple[str, ...]
     sha256: str
@@ -34,7 +34,7 @@ def hash_runs(places: tuple[Path, ...]) -> Settings:
 
 
 def read_runs(settings: Settings, what: str, having: Callable[[Trained], Any]) -> list[Trained]:
-    """The runs that have what a page needs; at least one."""
+    """The runs for which `having` is true; NoData, which names `what`, if there is none."""
     found = [run for run in trained([Path(run) for run in settings.runs]) if having(run)]
     if not found:
         raise NoData(f"runs must have {what}, got none in {', '.join(settings.runs) or 'no folder or file'}")
@@ -42,7 +42,7 @@ def read_runs(settings: Settings, what: str, having: Callable[[Trained], Any]) -
 
 
 def make_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> dict[str, Any]:
-    """The rows for the report: by the columns' headings, with models by their names and nothing where a number is missing."""
+    """A table for the report: columns by key and heading, models by their printed names, None for a missing number."""
 
     def cell(name: str, value: Any) -> Any:
         if name == "name":

@@ -34,7 +34,7 @@ def observe(model: nn.Module, ids: Tensor, gradients: dict[str, Tensor]) -> dict
 def read_gains(layer: nn.Module) -> dict[str, Tensor]:
     """All numbers of a layer's block by the names of their quantities; most are no gains, and no quantity reads them."""
     block: Any = layer.block
-    numbers = dict(block.named_parameters()) | dict(block.named_buffers())
+    numbers: dict[str, Tensor] = dict(block.named_parameters()) | dict(block.named_buffers())
     return {GAIN_PATHS.get(path, path): number for path, number in numbers.items()}
 
 
