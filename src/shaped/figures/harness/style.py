@@ -83,9 +83,8 @@ def draw_densities(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: 
             linewidth=0 if solid else 0.5,
         )
         grid, density = arrays[f"{key}_grid"], arrays[f"{key}_density"]
-        inside = (
-            np.abs(grid) < 0.96 if name.startswith("rho") else np.ones_like(grid, dtype=bool)
-        )  # few samples beyond: the estimate has spikes there
+        # Beyond 0.96 there are few samples, and the estimate has spikes.
+        inside = np.abs(grid) < 0.96 if name.startswith("rho") else np.ones_like(grid, dtype=bool)
         axes.plot(
             grid[inside],
             density[inside],
