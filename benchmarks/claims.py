@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from shaped.figures.harness.cache import read_arrays, read_summary
-from shaped.figures.harness.claims import HOLDS, Row, count, counted
-from shaped.figures.harness.reproduce import FIGURES, TRAINED, page
-from shaped.figures.harness.style import styled
+from shaped.figures.harness.claims import HOLDS, Row, count, describe_verdicts
+from shaped.figures.harness.reproduce import FIGURES, TRAINED, load_page
+from shaped.figures.harness.style import apply_style
 from shaped.files import write_atomically, write_json
 from shaped.train.run.result import commit
 
@@ -61,13 +61,13 @@ def write_results(scale: str, figures: dict[str, dict[str, Any]]) -> None:
     rows = [row for about in ordered for row in about["claims"]]
     command = f"shaped reproduce all --scale {scale}"
     write_json(results(scale), {"command": command, "claims": len(rows), "verdicts": count(rows), "figures": ordered})
-    print(f"written: {results(scale).relative_to(ROOT)}: {counted(rows)}")
+    print(f"written: {results(scale).relative_to(ROOT)}: {describe_verdicts(rows)}")
 
 
 def draw(id: str, summary: dict[str, Any], arrays: dict[str, Any]) -> None:
     buffer = io.BytesIO()
-    with styled():
-        page(id).draw(summary, arrays).savefig(buffer, format="png", dpi=160)
+    with apply_style():
+        load_page(id).draw(summary, arrays).savefig(buffer, format="png", dpi=160)
     write_atomically(ROOT / "docs" / "images" / f"{id}.png", lambda file: file.write(buffer.getvalue()))
 
 
@@ -85,7 +85,7 @@ def rewritten(text: str) -> str:
             scale, _, which = name.partition(" ")
             figures = {"paper": paper, "quick": quick}[scale]
             ids = {"figures": FIGURES, "training": TRAINED}[which]
-            content = counted([row for id in ids if id in figures for row in figures[id]["claims"]])
+            content = describe_verdicts([row for id in ids if id in figures for row in figures[id]["claims"]])
         return f"{begin}{content}{end}"
 
     return MARKED.sub(replaced, text)
@@ -123,8 +123,8 @@ def reasons(rows: list[Row]) -> str:
 
 def terminal(figures: dict[str, dict[str, Any]]) -> str:
     """What `shaped reproduce` prints, without the lines about single claims."""
-    lines = [f"{id:<7} {counted(about['claims'])}; {about['seconds']:.1f} s" for id, about in figures.items()]
-    return "\n".join([*lines, f"in all  {counted([row for about in figures.values() for row in about['claims']])}"])
+    lines = [f"{id:<7} {describe_verdicts(about['claims'])}; {about['seconds']:.1f} s" for id, about in figures.items()]
+    return "\n".join([*lines, f"in all  {describe_verdicts([row for about in figures.values() for row in about['claims']])}"])
 
 
 def main() -> None:

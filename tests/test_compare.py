@@ -37,6 +37,19 @@ def test_the_band_holds_95_percent_of_samples_of_one_law():
     assert (np.abs(share - 0.95) < 5 * error + 0.01).all()  # 0.01: the quantile of 100 permutations
 
 
+def test_the_floor_is_the_root_mean_square_over_permutations():
+    """Two samples of one point each are 1 apart however they are permuted. Of the 6 ways to cut 0, 1, 2, 3 into two pairs, 2 have the
+    Kolmogorov-Smirnov distance 1 and 4 have 1/2; their Wasserstein distances are 2 and 1."""
+    rng = np.random.default_rng(seed(86))
+    for distance in distances(np.array([[0.0]]), np.array([[1.0]]), 20, rng):
+        assert distance.floor == distance.band == 1.0
+    resamples = 2000
+    ks, wasserstein = distances(np.array([[0.0], [1.0]]), np.array([[2.0], [3.0]]), resamples, rng)
+    for distance, values in ((ks, (1.0, 0.5, 0.5)), (wasserstein, (2.0, 1.0, 1.0))):
+        squares = np.array(values) ** 2
+        assert abs(distance.floor**2 - squares.mean()) < 5 * squares.std() / math.sqrt(resamples)
+
+
 def test_five_percent_are_noticed():
     rng = np.random.default_rng(seed(82))
     x, y = rng.standard_normal((40_000, 1)), 1.05 * rng.standard_normal((40_000, 1))

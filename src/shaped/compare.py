@@ -1,4 +1,4 @@
-"""compare: how far apart two laws are, with error bars and what two samples of one law would show."""
+"""compare: distances between two laws, with standard errors and with the distances that two samples of one law would have."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Statistic = Callable[[Float[Tensor, "sample m m"]], Float[Tensor, "sample *numbe
 Sample = Float[np.ndarray, "sample number"]
 
 
-def named_statistic(name: str, pair: tuple[int, int] | None, m: int) -> Statistic:
-    """A statistic of the covariance by its name, for one pair of tokens, or for all of them, where it is about a pair."""
+def find_statistic(name: str, pair: tuple[int, int] | None, m: int) -> Statistic:
+    """The statistic of this name. "rho" and "V" are those of one pair of tokens, or of all pairs for None."""
     rows, columns = torch.triu_indices(m, m, 1) if pair is None else ([pair[0]], [pair[1]])
     first = range(m) if pair is None else [pair[0]]
     known: dict[str, Statistic] = {
@@ -38,8 +38,8 @@ def named_statistic(name: str, pair: tuple[int, int] | None, m: int) -> Statisti
     return known[name]
 
 
-def chosen_statistics(given: Any, pair: tuple[int, int] | None, m: int) -> dict[str, Statistic]:
-    """By their names, whichever way they were asked for."""
+def select_statistics(given: Any, pair: tuple[int, int] | None, m: int) -> dict[str, Statistic]:
+    """Functions by name, from names, a name, functions by name, or None for the default."""
     if given is None:
         given = ("rho", "V", "logdet", "eigmax") if m > 1 else ("variance",)
     if isinstance(given, str):
@@ -50,7 +50,7 @@ def chosen_statistics(given: Any, pair: tuple[int, int] | None, m: int) -> dict[
         return dict(given)
     if m == 1 and any(name in ("rho", "V") for name in given):
         raise ValueError(f"statistics must not be about pairs where there is one token, got {tuple(given)}")
-    return {str(name): named_statistic(name, pair, m) for name in given}
+    return {str(name): find_statistic(name, pair, m) for name in given}
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Distance:
     error: float
     """Its standard error, by the bootstrap."""
     band: float
-    """What two samples of one law, of these sizes, stay below in 95 % of cases (by permutation)."""
+    """95 % quantile of the distance between two samples of one law, of these sizes (by permutation)."""
     floor: float
-    """The root mean square of what two samples of one law show."""
+    """Root mean square of the distance between two samples of one law (by permutation)."""
     p: float
-    """How often two samples of one law are at least this far apart."""
+    """Share of the permutations whose distance is at least `value`: a p-value for "one law"."""
 
     @property
     def within_band(self) -> bool:
@@ -77,7 +77,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distances between two trajectories, by statistic; over the paths that run at the time."""
+    """Distances between two trajectories, by statistic, over the paths that have not stopped by then."""
 
     ks: dict[str, Distance]
     wasserstein: dict[str, Distance]
@@ -107,11 +107,11 @@ def compare(
     Args:
         statistics: names ("rho", "V", "variance", "logdet", "eigmax"), or functions by name, from V, [sample, m, m], to one number or
             [sample, number]. By default all but the variance.
-        pair: the pair of tokens that "rho" and "V" are about; "variance" is about the first of them. None: all pairs together, which says
-            more where the tokens are exchangeable. Numbers of one path depend on each other; errors and bands resample whole paths.
-        at: which of the recorded times; the last by default.
-        resamples: how many permutations and bootstrap samples stand behind bands and errors.
-        seed: of the resampling.
+        pair: the pair of tokens for "rho" and "V"; "variance" takes the first of them. None: all pairs together, a larger sample where
+            the tokens are exchangeable. Numbers of one path depend on each other, so errors and bands resample whole paths.
+        at: index of the recorded time; the last by default.
+        resamples: number of permutations, and of bootstrap samples.
+        seed: seed of the resampling.
     """
     for name, path in (("one", one), ("other", other)):
         if not isinstance(path, Trajectory):
@@ -119,27 +119,27 @@ def compare(
     m = one.V.shape[-1]
     if other.V.shape[-1] != m:
         raise ValueError(f"other must have {m} tokens as the first trajectory has, got {other.V.shape[-1]}")
-    if pair is not None and not (isinstance(pair, Sequence) and len(pair) == 2 and all(is_place(token, m) for token in pair)) and m > 1:
+    if pair is not None and not (isinstance(pair, Sequence) and len(pair) == 2 and all(is_index(token, m) for token in pair)) and m > 1:
         raise ValueError(f"pair must name two of the {m} tokens, got {pair!r}")
     resamples, seed = whole_number("resamples", resamples, least=20), whole_number("seed", seed, least=0, most=math.inf)
     for path in (one, other):
-        if not is_place(at, len(path.t)):
+        if not is_index(at, len(path.t)):
             count = len(path.t)
             raise ValueError(f"at must be the place of one of the {count} recorded times, from {-count} to {count - 1}, got {at!r}")
     times = [path.t[at].item() for path in (one, other)]
     if abs(times[0] - times[1]) > 0.05 * max(times):
         raise ValueError(f"at must be the same time in both trajectories, got t = {times[0]:.4g} and {times[1]:.4g}")
-    chosen = chosen_statistics(statistics, pair if m > 1 else None, m)
-    # Paths that run at that time; what becomes of them later is not to be known then.
+    selected = select_statistics(statistics, pair if m > 1 else None, m)
+    # Paths that have not stopped by that time. Leaving out paths that stop later would look into the future.
     running = [path.V[at][(path.stopped > time).to(path.V.device)] for path, time in zip((one, other), times, strict=True)]
     if min(map(len, running)) < 2:
         raise ValueError(f"each trajectory must have at least 2 paths that did not stop, got {len(running[0])} and {len(running[1])}")
     rng = np.random.default_rng(seed)
-    # What differs by rounding alone is equal: tokens that coincide, or a network that changes nothing.
+    # Values that differ by rounding alone count as equal: tokens that coincide, or a network that changes nothing.
     rounding = max(torch.finfo(path.V.dtype).eps for path in (one, other)) ** 0.75
     ks, wasserstein = {}, {}
-    for name, statistic in chosen.items():
-        x, y = (_numbers(name, statistic, V) for V in running)
+    for name, statistic in selected.items():
+        x, y = (_evaluate(name, statistic, V) for V in running)
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise ValueError(f"statistics must be finite, got {name!r} with values that are not")
         pooled = np.concatenate([x, y])
@@ -150,16 +150,16 @@ def compare(
     return Comparison(ks, wasserstein, (stopped[0], stopped[1]), (one.V.shape[1], other.V.shape[1]))
 
 
-def is_place(value: object, m: int) -> bool:
-    """One of m, counted from either end. Booleans are no numbers here."""
+def is_index(value: object, m: int) -> bool:
+    """Is it an index into m items, from either end? A boolean is not."""
     try:
         return not isinstance(value, bool) and -m <= operator.index(value) < m  # pyright: ignore[reportArgumentType]
     except TypeError:
         return False
 
 
-def _numbers(name: str, statistic: Statistic, V: Tensor) -> Sample:
-    """What a statistic, maybe the user's own, makes of each path."""
+def _evaluate(name: str, statistic: Statistic, V: Tensor) -> Sample:
+    """The values of a statistic, which may be the user's own function, checked: one row a path."""
     if not callable(statistic):
         raise ValueError(f"statistics must be functions of V by name, got {statistic!r} as {name!r}")
     found = statistic(V)
@@ -172,7 +172,7 @@ def _numbers(name: str, statistic: Statistic, V: Tensor) -> Sample:
 
 
 def distances(x: Sample, y: Sample, resamples: int, rng: np.random.Generator) -> tuple[Distance, Distance]:
-    """Kolmogorov-Smirnov and Wasserstein-1 distances of two samples, whose rows are independent."""
+    """Kolmogorov-Smirnov and Wasserstein-1 distances of two samples. Rows are independent; numbers in one row need not be."""
     pooled = np.concatenate([x, y])
     order = np.argsort(pooled, axis=None, kind="stable")
     gaps = np.diff(pooled.ravel()[order])
@@ -181,10 +181,10 @@ def distances(x: Sample, y: Sample, resamples: int, rng: np.random.Generator) ->
     sizes = len(x), len(y)
 
     def measure(in_x: np.ndarray, in_y: np.ndarray) -> tuple[float, float]:
-        """Distances for multiplicities of the pooled rows in the two samples."""
+        """Both distances, where each sample is given by how often it contains each pooled row."""
         weight = (in_x / sizes[0] - in_y / sizes[1]) / pooled.shape[1]
         gap = np.cumsum(weight[row])
-        largest = round(float(np.abs(gap[ends]).max()), 12)  # a multiple of 1/samples, less the rounding of its sum
+        largest = round(float(np.abs(gap[ends]).max()), 12)  # it is a multiple of 1/samples: round off the error of the sum
         return largest, float(np.abs(gap[:-1]) @ gaps)
 
     from_x = np.arange(sum(sizes)) < sizes[0]

@@ -23,8 +23,7 @@ import numpy as np
 from tiny import SETTINGS
 
 from damage import Outcome, command, damage
-from shaped.figures.harness import jobs as lab
-from shaped.figures.harness import reproduce
+from shaped.figures.harness import reproduce, simulator
 
 IDS = ("fig7", "fig8")
 
@@ -33,11 +32,11 @@ class Place:
     """A folder with two figures, tiny and of one number of tokens, and what it looked like when it was whole."""
 
     def __init__(self, folder: Path, patch: Callable[[Any, str, Any], None] = setattr):
-        patch(lab, "CLAIMED_TOKENS", ())
+        patch(simulator, "CLAIMED_TOKENS", ())
         for id in IDS:
-            page = reproduce.page(id)
+            page = reproduce.load_page(id)
             patch(page, "settings", lambda scale, id=id: SETTINGS[id])
-            once = page.compute(SETTINGS[id], lab.Lab())  # the same numbers would come again
+            once = page.compute(SETTINGS[id], simulator.Simulator())  # the same numbers would come again
             patch(page, "compute", lambda *_, once=once: once)
         self.whole, self.out = folder / "whole", folder / "out"
         found = command(["reproduce", *IDS, "--out", str(self.whole)])

@@ -10,17 +10,17 @@ from scipy.stats import ks_2samp, norm, t
 from shaped.compare import Distance, distances
 from shaped.figures.harness.claims import (
     TOLERANCE,
-    agreement,
     bootstrap_interval,
-    counted,
+    describe_verdicts,
+    judge,
+    judge_agreement,
+    judge_separation,
     mean_interval,
-    row,
-    separation,
     share_interval,
     student,
     verdict,
 )
-from shaped.figures.shared.stability import largest_rise
+from shaped.figures.shared.stability import find_largest_rise
 from shaped.testing.stats import seed
 
 
@@ -44,7 +44,7 @@ from shaped.testing.stats import seed
 )
 def test_the_verdict_is_of_the_interval_and_the_threshold_alone(interval, bound, outcome):
     for value in (interval[0], 1.0, interval[1]):
-        made = row("x", 4, "words", value, interval, **bound)
+        made = judge("x", 4, "words", value, interval, **bound)
         assert made["verdict"] == outcome
         assert verdict(made["interval"], made["relation"], made["threshold"]) == outcome
         assert ("reason" in made) is (outcome != "holds")
@@ -53,21 +53,21 @@ def test_the_verdict_is_of_the_interval_and_the_threshold_alone(interval, bound,
 
 
 def test_a_reason_has_the_numbers_and_what_is_known():
-    made = row("x", 2, "words", 1.0, (0.9, 1.1), at_most=0.5, why="the moon was full")
+    made = judge("x", 2, "words", 1.0, (0.9, 1.1), at_most=0.5, why="the moon was full")
     assert all(part in made["reason"] for part in ("0.9", "1.1", "at most 0.5", "the moon was full"))
     assert "inside the interval" not in made["reason"]
-    right = row("x", 2, "words", 0.4, (0.1, 0.9), at_most=0.5, why="the moon was full")["reason"]
+    right = judge("x", 2, "words", 0.4, (0.1, 0.9), at_most=0.5, why="the moon was full")["reason"]
     assert "inside the interval" in right
     assert "moon" not in right
-    wrong = row("x", 2, "words", 0.6, (0.1, 0.9), at_most=0.5, why="the moon was full")["reason"]
+    wrong = judge("x", 2, "words", 0.6, (0.1, 0.9), at_most=0.5, why="the moon was full")["reason"]
     assert "inside the interval; the moon was full" in wrong
 
 
 def test_verdicts_are_counted_in_the_same_words():
-    rows = [row("x", None, "words", 0.0, interval, at_most=1.0) for interval in ((0, 1), (0, 2), (0, 2), (2, 3))]
-    assert counted(rows) == "4 claims: holds 1, not proved 2, fails 1"
-    assert counted(rows[:1]).startswith("1 claim: ")
-    assert counted([]) == "no claims"
+    rows = [judge("x", None, "words", 0.0, interval, at_most=1.0) for interval in ((0, 1), (0, 2), (0, 2), (2, 3))]
+    assert describe_verdicts(rows) == "4 claims: holds 1, not proved 2, fails 1"
+    assert describe_verdicts(rows[:1]).startswith("1 claim: ")
+    assert describe_verdicts([]) == "no claims"
 
 
 @pytest.mark.parametrize(("degrees", "error"), [(1, 1e-6), (2, 1e-6), (3, 0.008), (5, 0.002), (30, 1e-4)])
@@ -91,10 +91,10 @@ def test_intervals_cover_the_truth_in_95_of_100_cases():
 def test_agreement_wants_the_whole_interval_below_the_tolerance():
     rng = np.random.default_rng(seed(501))
     x, y = rng.standard_normal((2, 30_000, 1))
-    assert agreement("x", 4, "words", distances(x[:1000], y[:1000], 40, rng)[0])["verdict"] == "not proved"
-    assert agreement("x", 4, "words", distances(x, y, 40, rng)[0])["verdict"] == "holds"
+    assert judge_agreement("x", 4, "words", distances(x[:1000], y[:1000], 40, rng)[0])["verdict"] == "not proved"
+    assert judge_agreement("x", 4, "words", distances(x, y, 40, rng)[0])["verdict"] == "holds"
     other, _ = distances(x, y + 0.25, 40, rng)
-    refused = agreement("x", 4, "words", other)
+    refused = judge_agreement("x", 4, "words", other)
     assert refused["verdict"] == "fails"
     assert refused["threshold"] == TOLERANCE
     assert refused["interval"] == [other.value - other.band, other.value + other.band]
@@ -102,23 +102,27 @@ def test_agreement_wants_the_whole_interval_below_the_tolerance():
 
 def test_separation_has_the_same_interval():
     far = Distance(0.3, 0.02, 0.05, 0.03, 0.01)
-    assert separation("x", 4, "words", far, 0.25)["verdict"] == "holds"
-    assert separation("x", 4, "words", far)["threshold"] == TOLERANCE
-    assert separation("x", 4, "words", far, 0.25)["interval"] == agreement("x", 4, "words", far)["interval"] == pytest.approx([0.25, 0.35])
-    assert separation("x", 4, "words", far, 0.27)["verdict"] == "not proved"
-    assert separation("x", 4, "words", far, 0.36)["verdict"] == "fails"
+    assert judge_separation("x", 4, "words", far, 0.25)["verdict"] == "holds"
+    assert judge_separation("x", 4, "words", far)["threshold"] == TOLERANCE
+    assert (
+        judge_separation("x", 4, "words", far, 0.25)["interval"]
+        == judge_agreement("x", 4, "words", far)["interval"]
+        == pytest.approx([0.25, 0.35])
+    )
+    assert judge_separation("x", 4, "words", far, 0.27)["verdict"] == "not proved"
+    assert judge_separation("x", 4, "words", far, 0.36)["verdict"] == "fails"
 
 
 def test_the_largest_rise_takes_the_upper_ends():
     """Of medians with intervals: a rise that is not seen may still be there."""
     flat = np.array([[0.5, 0.5, 0.5], [0.5, 0.5, 0.9]])
-    assert largest_rise(flat) == (0.0, (0.0, pytest.approx(0.4)))
+    assert find_largest_rise(flat) == (0.0, (0.0, pytest.approx(0.4)))
     falling = np.array([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.07, 0.01, 0.3], [0.06, 0.01, 0.5]])
-    value, (low, high) = largest_rise(falling)
+    value, (low, high) = find_largest_rise(falling)
     assert (value, low) == (0.0, 0.0)
     assert high == pytest.approx(-0.01 + np.hypot(0.44, 0.06))
     up = np.array([[0.2, 0.1, 0.3], [0.6, 0.5, 0.9]])
-    assert largest_rise(up) == (pytest.approx(0.4), (pytest.approx(0.4 - np.hypot(0.1, 0.1)), pytest.approx(0.4 + np.hypot(0.3, 0.1))))
+    assert find_largest_rise(up) == (pytest.approx(0.4), (pytest.approx(0.4 - np.hypot(0.1, 0.1)), pytest.approx(0.4 + np.hypot(0.3, 0.1))))
 
 
 def test_intervals_of_shares():
@@ -140,6 +144,6 @@ def test_the_interval_of_a_distance_has_the_true_one_in_it(shift):
     for _ in range(200):
         x, y = generator.standard_normal((2, 300))
         found: Any = ks_2samp(x, y + shift)
-        low, high = agreement("a", 2, "b", Distance(float(found.statistic), 0.01, 1.358 * (2 / 300) ** 0.5, 0.05, 0.5))["interval"]
+        low, high = judge_agreement("a", 2, "b", Distance(float(found.statistic), 0.01, 1.358 * (2 / 300) ** 0.5, 0.05, 0.5))["interval"]
         inside += low <= exact <= high
     assert inside >= 200 * 0.95 - 5 * (200 * 0.05 * 0.95) ** 0.5

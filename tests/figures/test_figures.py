@@ -5,10 +5,8 @@ import pytest
 import torch
 from tiny import SETTINGS
 
-from shaped.figures.harness import cache as store
-from shaped.figures.harness import jobs as lab
-from shaped.figures.harness import reproduce
-from shaped.figures.harness.jobs import Lab
+from shaped.figures.harness import cache, reproduce, simulator
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.pages import fig2
 from shaped.figures.shared import ensembles, laws
 from shaped.layers import attention, logits, masks
@@ -17,11 +15,11 @@ from shaped.testing.stats import generator, seed
 
 @pytest.fixture(autouse=True)
 def _one_number_of_tokens(monkeypatch):
-    monkeypatch.setattr(lab, "CLAIMED_TOKENS", ())
+    monkeypatch.setattr(simulator, "CLAIMED_TOKENS", ())
 
 
 def computed(id: str, tokens: int = 4):
-    return reproduce.page(id).compute(SETTINGS[id], Lab(tokens, seed(7)))
+    return reproduce.load_page(id).compute(SETTINGS[id], Simulator(tokens, seed(7)))
 
 
 def values(result) -> dict[str, float]:
@@ -39,10 +37,10 @@ def test_there_is_a_tiny_setting_for_every_figure():
 @pytest.mark.parametrize("id", reproduce.FIGURES)
 def test_a_figure_is_drawn_from_the_disk_alone(id, tmp_path):
     result = computed(id, tokens=3)
-    key = reproduce.key(id, "quick", Lab(3))
-    store.save(tmp_path, id, key, result, 1.0)
+    key = reproduce.make_key(id, "quick", Simulator(3))
+    cache.save(tmp_path, id, key, result, 1.0)
     del result
-    saved = store.load(tmp_path, id, key)
+    saved = cache.load(tmp_path, id, key)
     assert saved is not None
     reproduce.draw(id, tmp_path, saved)
     assert (tmp_path / f"{id}.png").read_bytes().startswith(b"\x89PNG")
@@ -67,7 +65,7 @@ def test_fig2_only_the_vanilla_query_gradients_vanish():
 def test_fig2_one_token_has_nothing_to_attend_to():
     """Its softmax is 1 whatever the query: the gradient of the query weights is 0, that of the values is not."""
     small = fig2.Settings(n=8, d=3, networks=1, sequences=4)
-    (value, query), _ = fig2.gradient_norms(small, "unshaped", (1, 3), seed(3), "cpu")
+    (value, query), _ = fig2.measure_gradient_norms(small, "unshaped", (1, 3), seed(3), "cpu")
     assert value.shape == query.shape == (3,)
     assert (value > 0).all()
     assert (query == 0).all()
@@ -87,9 +85,9 @@ def test_query_gradients_of_tokens_that_nearly_coincide_are_not_rounding():
 
 
 def test_fig2_reads_python_source():
-    assert b"import" in fig2.text()
-    found = fig2.excerpts(5, 12, 0)
-    assert all(bytes(row.tolist()) in fig2.text() for row in found)
+    assert b"import" in fig2.read_source()
+    found = fig2.draw_excerpts(5, 12, 0)
+    assert all(bytes(row.tolist()) in fig2.read_source() for row in found)
 
 
 @pytest.mark.parametrize("id", ["fig3", "fig4", "fig7", "output", "masks"])
@@ -154,14 +152,14 @@ def test_tokens_along_one_line_are_turned_round_in_turn():
 def test_laws_of_which_nothing_is_left_are_neither_alike_nor_apart():
     one, none = np.zeros((10, 1)), np.zeros((0, 1))
     for bound, verdict in (({}, "fails"), ({"at_least": 0.2}, "not proved")):
-        row = laws.law_row("x", 4, "words", one, none, 0, **bound)
+        row = laws.judge_law("x", 4, "words", one, none, 0, **bound)
         assert row["verdict"] == verdict
         assert "explodes" in row["reason"]
 
 
 def test_claims_are_made_for_two_four_and_eight_tokens_and_the_drawn_one(monkeypatch):
     monkeypatch.undo()
-    assert Lab(4).counts == (2, 4, 8)
-    assert Lab(5).counts == (2, 4, 5, 8)
-    made = reproduce.page("fig8").compute(SETTINGS["fig8"], Lab(4))
+    assert Simulator(4).token_counts == (2, 4, 8)
+    assert Simulator(5).token_counts == (2, 4, 5, 8)
+    made = reproduce.load_page("fig8").compute(SETTINGS["fig8"], Simulator(4))
     assert {row["tokens"] for row in made.claims} == {2, 4, 8}

@@ -11,11 +11,9 @@ import pytest
 from tiny import SETTINGS
 
 from refusals import refused
-from shaped.figures.harness import cache as store
-from shaped.figures.harness import jobs as lab
-from shaped.figures.harness import reproduce
-from shaped.figures.harness.jobs import Lab
-from shaped.figures.harness.report import html
+from shaped.figures.harness import cache, reproduce, simulator
+from shaped.figures.harness.report import render
+from shaped.figures.harness.simulator import Simulator
 from shaped.files import write_json, write_sealed
 from shaped.workers import LocalWorkers
 
@@ -23,16 +21,16 @@ QUICK = ("fig7", "fig8")
 
 
 @pytest.fixture(autouse=True)
-def counted(monkeypatch):
+def computed_ids(monkeypatch):
     """Tiny figures of one number of tokens; yields the list of what was computed."""
-    monkeypatch.setattr(lab, "CLAIMED_TOKENS", ())
+    monkeypatch.setattr(simulator, "CLAIMED_TOKENS", ())
     done = []
     for id in QUICK:
-        page = reproduce.page(id)
+        page = reproduce.load_page(id)
 
-        def compute(settings, lab, id=id, whole=page.compute):
+        def compute(settings, simulator, id=id, whole=page.compute):
             done.append(id)
-            return whole(settings, lab)
+            return whole(settings, simulator)
 
         monkeypatch.setattr(page, "compute", compute)
         monkeypatch.setattr(page, "settings", lambda scale, id=id: SETTINGS[id])
@@ -45,46 +43,46 @@ def run(out, *ids, **how):
     return report, lines
 
 
-def test_a_figure_on_disk_is_not_computed_again(tmp_path, counted):
+def test_a_figure_on_disk_is_not_computed_again(tmp_path, computed_ids):
     _, first = run(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.npz")}
     _, second = run(tmp_path)
-    assert counted == ["fig7", "fig8"]
+    assert computed_ids == ["fig7", "fig8"]
     assert "computed in" in second[0]
     assert first[-1] == second[-1]
     run(tmp_path, "fig7", again=True)
-    assert counted == ["fig7", "fig8", "fig7"]
+    assert computed_ids == ["fig7", "fig8", "fig7"]
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.npz")} == before, "the same seed gives the same bits"
 
 
 @pytest.mark.parametrize("how", [{"seed": 1}, {"tokens": 3}, {"scale": "paper"}])
-def test_other_settings_are_computed(tmp_path, counted, how):
+def test_other_settings_are_computed(tmp_path, computed_ids, how):
     run(tmp_path, "fig7")
     run(tmp_path, "fig7", **how)
-    assert counted == ["fig7", "fig7"]
+    assert computed_ids == ["fig7", "fig7"]
 
 
-def test_a_damaged_file_is_computed_again(tmp_path, counted):
+def test_a_damaged_file_is_computed_again(tmp_path, computed_ids):
     run(tmp_path, "fig7")
-    key = reproduce.key("fig7", "quick", Lab())
+    key = reproduce.make_key("fig7", "quick", Simulator())
     for name in ("fig7.npz", "fig7.json"):
         path, whole = tmp_path / name, (tmp_path / name).read_bytes()
-        assert store.load(tmp_path, "fig7", key) is not None
+        assert cache.load(tmp_path, "fig7", key) is not None
         for damaged in (whole[: len(whole) // 2], b"", whole[:-40] + b"x" * 40, b"{}", b"[" * 100_000):
             path.write_bytes(damaged)
             with refused(name, "must"):
-                store.load(tmp_path, "fig7", key)
+                cache.load(tmp_path, "fig7", key)
         path.write_bytes(whole)
     (tmp_path / "fig7.npz").write_bytes(b"half")
     _, lines = run(tmp_path, "fig7")
     assert "fig7    is computed anew: fig7.npz must be the arrays" in lines[0]
-    assert counted == ["fig7", "fig7"]
-    assert store.load(tmp_path, "fig7", key) is not None
+    assert computed_ids == ["fig7", "fig7"]
+    assert cache.load(tmp_path, "fig7", key) is not None
     (tmp_path / "fig7.json").unlink()
-    assert store.load(tmp_path, "fig7", key) is None
+    assert cache.load(tmp_path, "fig7", key) is None
 
 
-def test_a_changed_number_is_noticed(tmp_path, counted):
+def test_a_changed_number_is_noticed(tmp_path, computed_ids):
     """JSON as good as before, with another digit in a claim."""
     run(tmp_path, "fig7")
     path = tmp_path / "fig7.json"
@@ -93,7 +91,7 @@ def test_a_changed_number_is_noticed(tmp_path, counted):
     assert json.loads(path.read_text()) != before
     _, lines = run(tmp_path, "fig7")
     assert "is computed anew" in lines[0]
-    assert counted == ["fig7", "fig7"]
+    assert computed_ids == ["fig7", "fig7"]
     assert json.loads(path.read_text())["claims"] == before["claims"]
 
 
@@ -126,7 +124,7 @@ def test_what_has_lost_its_seal_or_its_tokens_is_left_out_of_the_report(tmp_path
         assert 'id="fig7"' not in report.read_text()
 
 
-def test_foreign_files_with_the_right_hash_are_computed_again(tmp_path, counted):
+def test_foreign_files_with_the_right_hash_are_computed_again(tmp_path, computed_ids):
     """Truncated or other arrays; entries of other types."""
     run(tmp_path, "fig7")
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -144,16 +142,16 @@ def test_foreign_files_with_the_right_hash_are_computed_again(tmp_path, counted)
             path.write_bytes(content)
         forge(tmp_path, **changed)
         lines = []
-        assert reproduce.from_disk("fig7", tmp_path, reproduce.key("fig7", "quick", Lab()), lines.append) is None, changed
+        assert reproduce.load_and_draw("fig7", tmp_path, reproduce.make_key("fig7", "quick", Simulator()), lines.append) is None, changed
         assert len(lines) == 1
         assert re.fullmatch(r"fig7    is computed anew: .*fig7\.(json|npz) must .*, got .*", lines[0])
     run(tmp_path, "fig7")
-    assert counted == ["fig7", "fig7"]
+    assert computed_ids == ["fig7", "fig7"]
     assert json.loads((tmp_path / "fig7.json").read_text())["claims"] == right["claims"]
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path, counted, monkeypatch):
-    page = reproduce.page("fig8")
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path, computed_ids, monkeypatch):
+    page = reproduce.load_page("fig8")
     with monkeypatch.context() as patch:
 
         def interrupt(*_):
@@ -164,7 +162,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, counted, monkeypatch)
             run(tmp_path)
     assert not list(tmp_path.glob(".*")) + list(tmp_path.glob("fig8*"))
     run(tmp_path)
-    assert counted == ["fig7", "fig8"]
+    assert computed_ids == ["fig7", "fig8"]
 
 
 def test_the_report_needs_nothing_else(tmp_path):
@@ -198,21 +196,21 @@ def test_a_failing_claim_is_shown_with_its_reason(tmp_path, monkeypatch):
 
 
 def test_workers_change_no_bit():
-    page = reproduce.page("fig7")
-    here = page.compute(SETTINGS["fig7"], Lab())
+    page = reproduce.load_page("fig7")
+    here = page.compute(SETTINGS["fig7"], Simulator())
     with LocalWorkers(2) as workers:
         told = []
-        there = page.compute(SETTINGS["fig7"], Lab(executor=workers, advance=lambda done, total: told.append((done, total))))
+        there = page.compute(SETTINGS["fig7"], Simulator(executor=workers, advance=lambda done, total: told.append((done, total))))
     assert told == [(1, 2), (2, 2)]
     assert here.claims == there.claims
     assert all(np.array_equal(here.arrays[name], there.arrays[name]) for name in here.arrays)
 
 
 def test_figures_by_their_ids(tmp_path):
-    assert reproduce.chosen(["fig8", "fig1", "fig8"]) == ("fig1", "fig8")
-    assert reproduce.chosen([]) == reproduce.chosen(["all"]) == reproduce.FIGURES
+    assert reproduce.select_pages(["fig8", "fig1", "fig8"]) == ("fig1", "fig8")
+    assert reproduce.select_pages([]) == reproduce.select_pages(["all"]) == reproduce.FIGURES
     with refused("figures", "fig99", "fig1", "masks"):
-        reproduce.chosen(["fig1", "fig99"])
+        reproduce.select_pages(["fig1", "fig99"])
     for how, words in (
         ({"scale": "huge"}, ["scale", "huge"]),
         ({"tokens": 1}, ["tokens", "1"]),
@@ -223,11 +221,11 @@ def test_figures_by_their_ids(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_code_or_thresholds_are_computed_anew(tmp_path, counted, monkeypatch):
+def test_other_code_or_thresholds_are_computed_anew(tmp_path, computed_ids, monkeypatch):
     run(tmp_path, "fig7")
-    monkeypatch.setattr(reproduce, "code", lambda trained: "other")
+    monkeypatch.setattr(reproduce, "hash_code", lambda module: "other")
     run(tmp_path, "fig7")
-    assert counted == ["fig7", "fig7"]
+    assert computed_ids == ["fig7", "fig7"]
 
 
 def test_the_report_leaves_out_what_is_damaged_and_says_so(tmp_path):
@@ -260,7 +258,7 @@ def test_every_field_of_the_report_is_escaped():
     summary = dict.fromkeys(("title", "shows", "scale", "tokens", "seed", "device", "version"), bad)
     summary |= {"settings": {bad: [bad]}, "seconds": 1.0, "claims": [row | {"verdict": bad, "reason": bad}]}
     summary |= {"table": {"columns": [bad], "rows": [[bad]]}}
-    text = html({bad: summary}, {bad: b""})
+    text = render({bad: summary}, {bad: b""})
     assert "<script>" not in text
     assert text.count(escape(bad)) >= 22
     assert bad not in text

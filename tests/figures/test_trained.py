@@ -107,7 +107,7 @@ def test_runs_are_told_apart_by_what_was_chosen_for_them():
 
 def test_other_texts_are_other_claims():
     runs = [replace(RUN, model=model, data={"train": text}) for model in ("shaped", "preln") for text in ("a", "b")]
-    ids = [row["id"] for row in table1.claims(table1.table1(runs))]
+    ids = [row["id"] for row in table1.judge_losses(table1.table1(runs))]
     assert len(set(ids)) == 2
     assert all(id.startswith("table1.d18.s100.") for id in ids)
 
@@ -132,7 +132,7 @@ def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
     def value(shaped, preln, seeds=2):
         results = [replace(RUN, test_loss=shaped + 0.001 * seed, seed=seed) for seed in range(seeds)]
         results += [replace(RUN, model="preln", test_loss=preln + 0.001 * seed, seed=seed) for seed in range(seeds)]
-        (row,) = table1.claims(table1.table1(results))
+        (row,) = table1.judge_losses(table1.table1(results))
         return row["verdict"], row.get("reason", "")
 
     assert value(2.0, 2.0) == ("holds", "")
@@ -144,25 +144,25 @@ def test_claims_that_do_not_hold_or_are_not_proved(tmp_path):
     assert "inside the interval" in reason
     results = [replace(RUN, test_loss=2.0 + 0.001 * seed, seed=seed) for seed in range(2)] + [replace(RUN, schedule="learn", test_loss=1.9)]
     results += [replace(RUN, model="preln", test_loss=2.0 + 0.001 * seed, seed=seed) for seed in range(2)]
-    (row,) = table1.claims(table1.table1(results))  # Learn's one seed, though the least, is no reason not to look at Recover's two
+    (row,) = table1.judge_losses(table1.table1(results))  # Learn's one seed, though the least, is no reason not to look at Recover's two
     assert row["verdict"] == "holds"
     assert "Recover" in row["claim"]
     curves = [
         {"name": "preln", "layer": 1, "lr": 1e-3, "entropy": [4.8, 3.0], "planned": 100, "ended": True, "seed": 0},
         {"name": "recover", "layer": 1, "lr": 1e-3, "entropy": [0.2], "planned": 100, "ended": True, "seed": 0},
     ]
-    assert [row["verdict"] for row in fig6.claims(curves)] == ["not proved", "not proved"]
-    assert fig6.claims([{**curves[0], "lr": 1e-4}]) == []  # the caption speaks of a large learning rate
-    assert fig6.claims([{**curves[0], "ended": False}]) == []  # and what is said is of the last step
-    (row,) = fig6.claims([curves[0], {**curves[0], "entropy": [0.1], "planned": 50}])
+    assert [row["verdict"] for row in fig6.judge_curves(curves)] == ["not proved", "not proved"]
+    assert fig6.judge_curves([{**curves[0], "lr": 1e-4}]) == []  # the caption speaks of a large learning rate
+    assert fig6.judge_curves([{**curves[0], "ended": False}]) == []  # and what is said is of the last step
+    (row,) = fig6.judge_curves([curves[0], {**curves[0], "entropy": [0.1], "planned": 50}])
     assert row["value"] == 3.0
     for seeds, outcome in (([0], "not proved"), ([0, 0], "not proved"), ([0, 1], "holds")):  # one seed, and that seed again, prove nothing
-        (row,) = fig6.claims([{**curves[0], "entropy": [0.1 + 0.01 * i], "seed": seed} for i, seed in enumerate(seeds)])
+        (row,) = fig6.judge_curves([{**curves[0], "entropy": [0.1 + 0.01 * i], "seed": seed} for i, seed in enumerate(seeds)])
         assert row["verdict"] == outcome
     assert row["interval"] == pytest.approx([0.105 - 12.706 * 0.005, 0.105 + 12.706 * 0.005], rel=1e-4)
-    (row,) = fig6.claims([{**curves[0], "entropy": [0.1 + 0.2 * seed], "seed": seed} for seed in (0, 1)])
+    (row,) = fig6.judge_curves([{**curves[0], "entropy": [0.1 + 0.2 * seed], "seed": seed} for seed in (0, 1)])
     assert row["verdict"] == "not proved"
-    (row,) = fig6.claims([{**curves[0], "entropy": [3.0 + 0.01 * seed], "seed": seed} for seed in (0, 1)])
+    (row,) = fig6.judge_curves([{**curves[0], "entropy": [3.0 + 0.01 * seed], "seed": seed} for seed in (0, 1)])
     assert row["verdict"] == "fails"
 
 
@@ -206,7 +206,7 @@ def test_runs_of_one_name_are_told_apart_by_their_places(runs, tmp_path):
 def test_a_run_that_diverged_ends_with_a_cross(tmp_path):
     for why in ("", "the loss of step 7 is not finite"):
         curve = {"name": "recover", "recipe": "", "lr": 1e-3, "layer": 1, "steps": [1, 2], "entropy": [2.0, 1.0], "diverged": bool(why)}
-        arrays = fig6.arrays_of([curve])
+        arrays = fig6.to_arrays([curve])
         marks = [line.get_marker() for line in fig6.draw({}, arrays).axes[0].lines]
         assert ("x" in marks) == bool(why)
 
@@ -216,7 +216,7 @@ def test_the_entropies_are_those_of_the_recipe_with_most_learning_rates():
         return {"name": "recover", "recipe": recipe, "lr": lr, "layer": layer, "entropy": [1.0]}
 
     tried = [curve("a", 1e-3), curve("b", 1e-3), curve("b", 5e-4), curve("a", 1e-3, 7)]
-    assert fig6.grid(tried) == tried[1:3]
+    assert fig6.select_recipes(tried) == tried[1:3]
 
 
 def test_entropies_of_other_models_are_no_further_seeds():
@@ -239,9 +239,9 @@ def test_a_page_is_made_anew_when_its_runs_change(runs, tmp_path):
 
 
 def test_all_has_them_only_where_there_are_runs(runs, tmp_path):
-    assert reproduce.chosen(["all"]) == reproduce.FIGURES
-    assert reproduce.chosen([], [runs]) == reproduce.FIGURES + reproduce.TRAINED
-    assert reproduce.chosen(["table1", "fig1"]) == ("fig1", "table1")
+    assert reproduce.select_pages(["all"]) == reproduce.FIGURES
+    assert reproduce.select_pages([], [runs]) == reproduce.FIGURES + reproduce.TRAINED
+    assert reproduce.select_pages(["table1", "fig1"]) == ("fig1", "table1")
     with refused("runs", "shaped pretrain", "no folder or file"):
         reproduce.reproduce(["table1"], tmp_path / "out", say=lambda _: None)
     (tmp_path / "empty").mkdir()
@@ -277,7 +277,7 @@ def test_runs_are_looked_at_before_figures_take_their_time(tmp_path, monkeypatch
     def late(*_):
         raise AssertionError("too late")
 
-    monkeypatch.setattr(reproduce.page("fig7"), "compute", late)
+    monkeypatch.setattr(reproduce.load_page("fig7"), "compute", late)
     for ids, places, word in (
         (["fig7", "table1"], [tmp_path / "nowhere"], "nowhere"),
         (["fig7", "table1"], [], "no folder or file"),

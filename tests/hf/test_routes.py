@@ -111,6 +111,15 @@ def test_it_is_said_once_on_every_route(name, choice, tmp_path):
         assert len(said) == 1
 
 
+@pytest.mark.parametrize("kind", [hf.ShapedForMaskedLM, hf.ShapedForCausalLM, hf.ShapedForSequenceClassification, hf.ShapedModel])
+def test_a_head_and_the_model_inside_it_say_it_once(kind, tmp_path):
+    config = hf.ShapedConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    kind(config).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="attn_implementation='sdpa' drops the shaping") as said:
+        kind.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("make", [bert, gpt2, llama])
 def test_the_way_back_is_open_by_default_and_from_every_route(make, tmp_path):
     """Also for a model that was shaped by name before it was by `shape`: what comes back is stock after it was saved, too."""

@@ -23,8 +23,7 @@ from shaped.hf import (
     shape,
     vanilla,
 )
-from shaped.hf.attention import observers
-from shaped.hf.callbacks import layers
+from shaped.hf.observation import find_layers
 from shaped.nn import Recover, gains
 from shaped.nn.diagnostics import attention_entropy, token_correlation
 from shaped.testing.stats import generator
@@ -189,9 +188,9 @@ def test_gains_do_not_decay():
 
 
 def test_names_of_layers():
-    assert list(layers(stock_model(bert))) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
-    assert list(layers(stock_model(t5))) == [f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(2)]
-    assert list(layers(model_of("fixed"))) == ["model.layers.0", "model.layers.1"]
+    assert list(find_layers(stock_model(bert))) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+    assert list(find_layers(stock_model(t5))) == [f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(2)]
+    assert list(find_layers(model_of("fixed"))) == ["model.layers.0", "model.layers.1"]
 
 
 @pytest.mark.parametrize("make", [bart, t5])
@@ -204,7 +203,7 @@ def test_diagnostics_of_encoder_and_decoder(make, tmp_path):
     model = stock_model(make).float().train()
     trainer_of(model, tmp_path, [callback], steps=1, data=Pairs(padded=True)).train()
     (row,) = callback.history
-    assert list(row["entropy"]) == list(row["correlation"]) == list(row["gradient_norm"]) == list(layers(model))
+    assert list(row["entropy"]) == list(row["correlation"]) == list(row["gradient_norm"]) == list(find_layers(model))
     assert all(math.isfinite(value) for value in row["entropy"].values())
     assert all(entropy <= math.log(8) + 1e-6 for name, entropy in row["entropy"].items() if "encoder" in name.split("."))
 
@@ -239,7 +238,7 @@ def test_diagnostics_refuse_what_they_cannot_see_and_leave_nothing_behind(tmp_pa
         trainer.train()
     fails.remove()
     trainer.train()
-    assert not observers
+    assert not any(hasattr(module, "attention_hooks") for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -205,7 +205,7 @@ def reproduce(
 
     if workers is None and scheduler is None:
         workers = figures_of.workers_by_default(device)
-    figures_of.chosen(figures or [], runs or [])  # what is no figure is said before anything is made
+    figures_of.select_pages(figures or [], runs or [])  # what is no figure is said before anything is made
     how = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again, "runs": runs or []}
     try_folder(out)
     lines = Lines()

@@ -1,4 +1,7 @@
-"""What transformers has no hooks for: gains between a model's construction and the loading of its weights, and shaping that is saved."""
+"""Patches of transformers, for what it has no hooks for: gains in stock models, and shaping that is saved with a model.
+
+Each function below takes a method of transformers and returns the one that replaces it.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,22 @@ from shaped.nn.schedules import Shapeable
 
 
 def extend_transformers() -> None:
-    """Once, however often it is called."""
+    """Patches transformers. A second call does nothing."""
     if hasattr(PreTrainedModel, "extended_by_shaped"):
         return
     for owner, name, extend in (
-        (PreTrainedModel, "post_init", at_the_end_of_construction),
-        (PreTrainedModel, "set_attn_implementation", in_every_part),
-        (PreTrainedModel, "_initialize_weights", with_gains),
-        (PreTrainedConfig, "to_dict", with_the_choice),
-        (CallbackHandler, "add_callback", introducing_itself),
+        (PreTrainedModel, "post_init", patch_post_init),
+        (PreTrainedModel, "set_attn_implementation", patch_set_attn_implementation),
+        (PreTrainedModel, "_initialize_weights", patch_initialize_weights),
+        (PreTrainedConfig, "to_dict", patch_to_dict),
+        (CallbackHandler, "add_callback", patch_add_callback),
     ):
         stock = getattr(owner, name)
         setattr(owner, name, wraps(stock)(extend(stock)))
     for owner, name, extend in (
-        (PreTrainedConfig, "from_dict", saying_what_is_dropped),
-        (PreTrainedModel, "from_pretrained", saying_what_is_overridden),
-        (PreTrainedModel, "_from_config", saying_what_is_overridden),
+        (PreTrainedConfig, "from_dict", patch_from_dict),
+        (PreTrainedModel, "from_pretrained", patch_loading),
+        (PreTrainedModel, "_from_config", patch_loading),
     ):
         stock = getattr(owner, name).__func__
         setattr(owner, name, classmethod(wraps(stock)(extend(stock))))
@@ -42,26 +45,27 @@ def extend_transformers() -> None:
     setattr(PreTrainedModel, "extended_by_shaped", True)  # noqa: B010 (as an assignment, pyright misses the attribute)
 
 
-def at_the_end_of_construction(post_init: Callable[..., None]) -> Callable[..., None]:
-    """Gains where the config asks for them, before weights are loaded; and no silent no-op."""
+def patch_post_init(post_init: Callable[..., None]) -> Callable[..., None]:
+    """Adds the gains that the config asks for, before weights are loaded. Refuses a model that would ignore the shaping."""
 
-    def finished(self: PreTrainedModel) -> None:
+    def post_init_and_shape(self: PreTrainedModel) -> None:
         if getattr(self.config, "shaped", None):
             install(self)
         if self.config._attn_implementation == NAME and any("Attention" in type(module).__name__ for module in self.modules()):
             refuse_if_ignored(self)
-        if is_dropped(self.config):
-            warn_of(self.config._attn_implementation, self.config)
-        mark_roles(self)  # whatever attention it has now: another may be chosen in its config
+        parts = (part for part in self.modules() if isinstance(part, PreTrainedModel) and part is not self)
+        if drops_shaping(self.config) and not any(drops_shaping(part.config) for part in parts):  # else a part has warned already
+            warn_of_plain_attention(self.config._attn_implementation, self.config)
+        mark_roles(self)  # whatever its attention is now: its config may be set to "shaped" later
         post_init(self)
 
-    return finished
+    return post_init_and_shape
 
 
-def in_every_part(set_attn_implementation: Callable[..., None]) -> Callable[..., None]:
-    """transformers passes over parts whose config is a copy of the model's own (T5), and only warns where nothing is changed."""
+def patch_set_attn_implementation(set_attn_implementation: Callable[..., None]) -> Callable[..., None]:
+    """Sets the attention of all parts. transformers skips parts whose config is a copy (T5), and only warns if nothing changes."""
 
-    def chosen(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+    def set_everywhere(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         by_part = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
         for name in (name for name, choice in by_part.items() if choice == NAME):
             config = getattr(self.config, name, None) if name else self.config
@@ -70,32 +74,32 @@ def in_every_part(set_attn_implementation: Callable[..., None]) -> Callable[...,
         mark_roles(self)
         before = [config for config in configs(self) if config._attn_implementation == NAME]
         set_attn_implementation(self, attn_implementation, *args, **kwargs)
-        if before or NAME in by_part.values():  # other choices are not ours
+        if before or NAME in by_part.values():  # a change between two other implementations is none of our business
             for config in configs(self):
                 if attn_implementation == NAME or type(config) is type(self.config):
                     config._attn_implementation_internal = self.config._attn_implementation
         for config in before:
-            if config._attn_implementation != NAME and (is_dropped(config) or not isinstance(config, ShapedConfig)):
-                warn_of(config._attn_implementation, config)
+            if config._attn_implementation != NAME and (drops_shaping(config) or not isinstance(config, ShapedConfig)):
+                warn_of_plain_attention(config._attn_implementation, config)
 
-    return chosen
+    return set_everywhere
 
 
-def with_gains(initialise: Callable[..., None]) -> Callable[..., None]:
-    """Gains that a checkpoint does not have start where they should; a stock model's own code does not know of them."""
+def patch_initialize_weights(initialise: Callable[..., None]) -> Callable[..., None]:
+    """Initialises gains that a checkpoint lacks. A stock model's own code does not know them."""
 
-    def initialised(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def initialise_gains(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, Shapeable) and not getattr(module, "_is_hf_initialized", False):
-            module.reset_parameters()  # transformers sees to it that what was loaded is left alone
+            module.reset_parameters()  # transformers protects loaded weights from this
         initialise(self, module, *args, **kwargs)
 
-    return initialised
+    return initialise_gains
 
 
-def with_the_choice(to_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """transformers leaves the attention out of config.json. Another kernel for the same function may be left out; shaping may not."""
+def patch_to_dict(to_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Writes "shaped" into config.json. transformers leaves out the attention implementation, but shaping is another function."""
 
-    def written(self: PreTrainedConfig) -> dict[str, Any]:
+    def to_dict_with_attention(self: PreTrainedConfig) -> dict[str, Any]:
         output = to_dict(self)
         choice = shaped_parts(self)
         if choice is not None:
@@ -104,11 +108,11 @@ def with_the_choice(to_dict: Callable[..., dict[str, Any]]) -> Callable[..., dic
             del output["attn_implementation"]
         return output
 
-    return written
+    return to_dict_with_attention
 
 
 def shaped_parts(config: PreTrainedConfig) -> str | dict[str, Any] | None:
-    """What `attn_implementation` must be for the same parts of a model to be shaped again; None if none are."""
+    """The `attn_implementation` that shapes the same parts of a model again; None if no part is shaped."""
     parts = {name: part for name in config.sub_configs if isinstance(part := getattr(config, name, None), PreTrainedConfig)}
     choices = {"": config._attn_implementation} | {name: shaped_parts(part) or part._attn_implementation for name, part in parts.items()}
     if all(choice == NAME for choice in choices.values()):
@@ -116,45 +120,45 @@ def shaped_parts(config: PreTrainedConfig) -> str | dict[str, Any] | None:
     return choices if any(choice == NAME or isinstance(choice, dict) for choice in choices.values()) else None
 
 
-def saying_what_is_dropped(from_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """An explicit choice of another attention is honoured; that it is another function must be said."""
+def patch_from_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Warns where another attention is asked for than the saved one: it is used, but it is another function."""
 
-    def read(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        has_gains = config_dict.get("shaped") or issubclass(cls, ShapedConfig)  # the model itself then says it
-        if drops(config_dict.get("attn_implementation"), kwargs) and not has_gains:
-            warn_of(kwargs["attn_implementation"], cls)
+    def from_dict_with_warning(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        has_gains = config_dict.get("shaped") or issubclass(cls, ShapedConfig)  # then the model warns at its construction
+        if overrides_shaping(config_dict.get("attn_implementation"), kwargs) and not has_gains:
+            warn_of_plain_attention(kwargs["attn_implementation"], cls)
         return from_dict(cls, config_dict, **kwargs)
 
-    return read
+    return from_dict_with_warning
 
 
-def saying_what_is_overridden(load: Callable[..., Any]) -> Callable[..., Any]:
-    """The same where the choice stands beside a config that was read before. One that `from_dict` has seen has it already."""
+def patch_loading(load: Callable[..., Any]) -> Callable[..., Any]:
+    """The same warning where the caller passes a config object, which `from_dict` does not see."""
 
-    def loaded(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+    def load_with_warning(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config", args[0] if args else None)
         if isinstance(config, PreTrainedConfig):
             has_gains = getattr(config, "shaped", None) or isinstance(config, ShapedConfig)
-            if drops(shaped_parts(config), kwargs) and not has_gains:
-                warn_of(kwargs["attn_implementation"], config)
+            if overrides_shaping(shaped_parts(config), kwargs) and not has_gains:
+                warn_of_plain_attention(kwargs["attn_implementation"], config)
         return load(cls, *args, **kwargs)
 
-    return loaded
+    return load_with_warning
 
 
-def drops(before: Any, given: dict[str, Any]) -> bool:
-    """Is another attention among the arguments than the shaped one before? None is one too: transformers then chooses."""
+def overrides_shaping(before: Any, given: dict[str, Any]) -> bool:
+    """Was the attention shaped before, and do the arguments ask for another? None counts too: transformers then chooses one."""
     return NAME in str(before) and "attn_implementation" in given and NAME not in str(given["attn_implementation"])
 
 
-def is_dropped(config: PreTrainedConfig) -> bool:
-    """Does the config speak of shaping that its attention does not have?"""
+def drops_shaping(config: PreTrainedConfig) -> bool:
+    """Does the config ask for shaping while its attention implementation is a plain one?"""
     if isinstance(config, ShapedConfig):
         return config.block == "shaped" and config._attn_implementation not in (NAME, "eager")
     return bool(getattr(config, "shaped", None)) and config._attn_implementation != NAME
 
 
-def warn_of(choice: Any, config: PreTrainedConfig | type[PreTrainedConfig]) -> None:
+def warn_of_plain_attention(choice: Any, config: PreTrainedConfig | type[PreTrainedConfig]) -> None:
     name = config.__name__ if isinstance(config, type) else type(config).__name__
     warnings.warn(
         f"attn_implementation={choice!r} drops the shaping of a model that was shaped ({name}): its attention is plain softmax, whatever "
@@ -164,10 +168,10 @@ def warn_of(choice: Any, config: PreTrainedConfig | type[PreTrainedConfig]) -> N
 
 
 def allow_output_attentions() -> None:
-    """`config.output_attentions = True` beside shaped attention, which can give its matrices. transformers allows it for "eager" alone."""
+    """Allows `config.output_attentions = True` with shaped attention, which can return its matrices. transformers requires "eager"."""
     stock, validate = PreTrainedConfig.output_attentions, PreTrainedConfig.validate_output_attentions
 
-    def choose(self: PreTrainedConfig, value: bool) -> None:
+    def set_output_attentions(self: PreTrainedConfig, value: bool) -> None:
         if self._attn_implementation == NAME:
             self._output_attentions = value
         else:
@@ -178,22 +182,22 @@ def allow_output_attentions() -> None:
         if self._attn_implementation != NAME:
             validate(self)
 
-    PreTrainedConfig.output_attentions = property(stock.fget, choose)  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedConfig.output_attentions = property(stock.fget, set_output_attentions)  # pyright: ignore[reportAttributeAccessIssue]
     PreTrainedConfig.validate_output_attentions = validate_output_attentions
     kinds = [PreTrainedConfig]
-    while kinds:  # each class keeps a list of its validators from when it was made
+    while kinds:  # each class has copied the list of its validators
         kind = kinds.pop()
         kinds += kind.__subclasses__()
         found: list[Any] = getattr(kind, "__class_validators__", [])
         found[:] = [validate_output_attentions if validator is validate else validator for validator in found]
 
 
-def introducing_itself(add_callback: Callable[..., None]) -> Callable[..., None]:
-    """A callback that logs must know the others, which write logs: Trainer tells it only about the model."""
+def patch_add_callback(add_callback: Callable[..., None]) -> Callable[..., None]:
+    """Gives a `DiagnosticsCallback` the list of all callbacks, through which it logs. Trainer gives it only the model."""
 
-    def added(self: CallbackHandler, callback: Any) -> None:
+    def add_and_introduce(self: CallbackHandler, callback: Any) -> None:
         add_callback(self, callback)
         if isinstance(self.callbacks[-1], DiagnosticsCallback):
             self.callbacks[-1].beside = self.callbacks
 
-    return added
+    return add_and_introduce

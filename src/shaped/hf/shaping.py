@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shaped.checks import SINGLE, finite, positive
-from shaped.hf.attention import NAME, has_attention_of_its_own, self_attentions
+from shaped.hf.attention import NAME, bypasses_interface, self_attentions
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn import blocks
 from shaped.nn.modules import AttentionShaping, has_gains
@@ -125,7 +125,7 @@ def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def refuse_if_ignored(model: PreTrainedModel) -> None:
     """An error for models with attention code of their own, where the choice would otherwise have no effect."""
-    own = sorted({type(module).__name__ for module in model.modules() if has_attention_of_its_own(type(module))})
+    own = sorted({type(module).__name__ for module in model.modules() if bypasses_interface(type(module))})
     if own or not self_attentions(model):
         raise ValueError(
             f"attn_implementation='{NAME}' has no effect on {', '.join(own) or 'the modules'} of {type(model).__name__}, which do not go "

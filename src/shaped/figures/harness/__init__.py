@@ -1,1 +1,1 @@
-"""What computes, keeps, checks, draws and reports the pages."""
+"""Everything around the pages: simulation, cache, claims, style, report, and the command `shaped reproduce`."""

@@ -1,7 +1,7 @@
-"""What a figure has computed, on disk, with one reader for each kind of file.
+"""Cache of computed pages on disk, with one reader for each kind of file.
 
-The arrays are in an .npz. Everything else is in a .json, written last: it has the hash of the arrays, and a seal, its own hash.
-The .png has the hash of the arrays that it shows. A reader returns what was saved, or raises a ValueError of one line.
+The arrays are in an .npz. Everything else, the summary, is in a .json, written last: it holds the hash of the arrays and a seal, its own
+hash. The .png holds the hash of the arrays that it shows. A reader returns what was saved, or raises a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from shaped.figures.harness.claims import HOLDS, RELATIONS, verdict
-from shaped.figures.harness.jobs import Result
+from shaped.figures.harness.page import Result
 from shaped.files import entries, open_regular, read_sealed, write_atomically, write_sealed
 
 TEXTS = ("figure", "title", "shows", "version", "code", "scale", "device", "arrays_sha256")
@@ -35,7 +35,7 @@ class Saved:
 
 
 def save(folder: Path, id: str, key: dict[str, Any], result: Result, seconds: float) -> Saved:
-    """Writes the arrays, then the summary with their hash: a run that is interrupted between the two has saved nothing."""
+    """Writes the arrays, then the summary with their hash. A run that is interrupted between the two leaves nothing that `load` accepts."""
     buffer = io.BytesIO()
     np.savez_compressed(buffer, allow_pickle=False, **result.arrays)
     data = buffer.getvalue()
@@ -47,7 +47,7 @@ def save(folder: Path, id: str, key: dict[str, Any], result: Result, seconds: fl
 
 
 def load(folder: Path, id: str, key: dict[str, Any]) -> Saved | None:
-    """What was saved under this key; None where nothing was, or under another key."""
+    """What was saved under this key; None if nothing was, or if it was saved under another key."""
     path = folder / f"{id}.json"
     if not os.path.lexists(path):
         return None
@@ -58,7 +58,7 @@ def load(folder: Path, id: str, key: dict[str, Any]) -> Saved | None:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """The .json of a figure: no entry but those it has, each of its type, every verdict as the rule has it."""
+    """Reads the .json of a page and checks it: it has the right entries and types, and every verdict follows from its numbers."""
     try:
         name, summary = path.name, read_sealed(path, **FIELDS)
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 def _check_tokens(name: str, value: dict[str, Any]) -> None:
     if "tokens" not in value:
         raise ValueError(f"{name} must have tokens (int or null), got none")
-    if value["tokens"] is not None:  # what is trained has no number of them
+    if value["tokens"] is not None:  # a page of training runs has no number of tokens
         entries(name, value, tokens=int)
 
 
@@ -90,10 +90,10 @@ def _check_claim(name: str, row: Any) -> None:
         raise ValueError(f"{name} must have an interval of two numbers, got {ends!r:.60}")
     if row["relation"] not in RELATIONS:
         raise ValueError(f"{name} must have a relation among {', '.join(RELATIONS)}, got {row['relation']!r:.60}")
-    right = verdict(ends, row["relation"], row["threshold"])
-    if row["verdict"] != right:
-        raise ValueError(f"{name} must have the verdict {right!r}, as its interval and threshold say, got {row['verdict']!r:.60}")
-    if right != HOLDS:
+    expected = verdict(ends, row["relation"], row["threshold"])
+    if row["verdict"] != expected:
+        raise ValueError(f"{name} must have the verdict {expected!r}, as its interval and threshold say, got {row['verdict']!r:.60}")
+    if expected != HOLDS:
         entries(name, row, reason=str)
 
 
@@ -110,7 +110,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         with open_regular(path) as file:
             return file.read()
@@ -119,28 +119,28 @@ def _content(path: Path) -> bytes:
 
 
 def read_arrays(path: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The .npz that a summary was saved with."""
-    data = _content(path)
+    """Reads the .npz that was saved with this summary."""
+    data = _read_bytes(path)
     if hashlib.sha256(data).hexdigest() != summary["arrays_sha256"]:
         raise ValueError(f"{path.name} must be the arrays that {path.stem}.json was saved with, got {'others' if data else 'none'}")
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             return dict(arrays)
-    except Exception as error:  # the readers of zip, deflate and npy have a dozen kinds of errors between them
+    except Exception as error:  # zip, deflate and npy readers raise a dozen kinds of errors
         raise ValueError(f"{path.name} must be arrays, got what numpy cannot read ({type(error).__name__})") from None
 
 
 def read_picture(path: Path, summary: dict[str, Any]) -> bytes:
-    """The .png that was drawn from a summary's arrays."""
-    data = _content(path)
+    """Reads the .png and checks that it was drawn from this summary's arrays."""
+    data = _read_bytes(path)
     shown = f"{SHOWN}\0{summary['arrays_sha256']}".encode()
-    if (b"tEXt", shown) not in list(_chunks(path.name, data)):
+    if (b"tEXt", shown) not in list(_read_chunks(path.name, data)):
         raise ValueError(f"{path.name} must be drawn from the arrays of {path.stem}.json, got another picture")
     return data
 
 
-def _chunks(name: str, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Kind and content of the pieces that a PNG is made of, each of which has a check sum."""
+def _read_chunks(name: str, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Type and content of the chunks of a PNG. Their checksums must be right, and nothing may follow the last."""
     at, kind = len(PNG), b""
     whole = data.startswith(PNG)
     while whole and at < len(data) and kind != b"IEND":

@@ -1,7 +1,7 @@
-"""Claims: what the paper says, what was measured, and the verdict.
+"""Claims of the paper, held against measurements.
 
-A claim is a row {"id", "claim", "tokens", "value", "interval", "relation", "threshold", "verdict"}, with a "reason" unless it holds.
-Thresholds are constants of the figures, fixed before a run. `verdict` is the one rule for all of them.
+A judged claim is a row {"id", "claim", "tokens", "value", "interval", "relation", "threshold", "verdict"}, with a "reason" unless it
+holds. Thresholds are constants of the pages, fixed before a run. `verdict` is the one rule for all claims.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ TOLERANCE = 0.02
 
 
 def verdict(interval: Sequence[float | None], relation: str, threshold: float) -> str:
-    """Holds: the whole interval is on the right side of the threshold. Fails: the whole interval is on the wrong side. Not proved: the
-    threshold is inside. An end that is None is infinitely far away."""
+    """Holds: the whole interval is on the right side of the threshold. Fails: it is on the wrong side. Not proved: the threshold is inside.
+
+    An end that is None is infinite.
+    """
     low, high = interval
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     if relation == AT_MOST:
@@ -44,19 +46,19 @@ def verdict(interval: Sequence[float | None], relation: str, threshold: float) -
 
 def count(rows: Iterable[Row]) -> dict[str, int]:
     """How many claims have each verdict."""
-    found = [row["verdict"] for row in rows]
-    return {outcome: found.count(outcome) for outcome in VERDICTS}
+    verdicts = [row["verdict"] for row in rows]
+    return {outcome: verdicts.count(outcome) for outcome in VERDICTS}
 
 
-def counted(rows: Sequence[Row]) -> str:
-    """In words, the same on the terminal, in the report and in the documents."""
+def describe_verdicts(rows: Sequence[Row]) -> str:
+    """The counts in words, the same on the terminal, in the report and in the documents."""
     if not rows:
         return "no claims"
     claims = "claim" if len(rows) == 1 else "claims"
     return f"{len(rows)} {claims}: " + ", ".join(f"{outcome} {number}" for outcome, number in count(rows).items())
 
 
-def row(
+def judge(
     id: str,
     m: int | None,
     claim: str,
@@ -67,14 +69,17 @@ def row(
     at_most: float | None = None,
     why: str = "",
 ) -> Row:
-    """One claim, of m tokens if it is about so many, with one threshold; `why`, where known, is why the value is on the wrong side."""
+    """Judges one claim by its interval and one threshold, `at_least` or `at_most`.
+
+    `m` is the number of tokens, None for a claim about training runs. `why` is the known reason for a value on the wrong side.
+    """
     if at_least is not None:
         relation, threshold, right = AT_LEAST, at_least, value >= at_least
     else:
         assert at_most is not None
         relation, threshold, right = AT_MOST, at_most, value <= at_most
     ends = [float(end) if math.isfinite(end) else None for end in interval]
-    made = {
+    claimed = {
         "id": id if m is None else f"{id}.m{m}",
         "claim": claim,
         "tokens": m,
@@ -84,38 +89,40 @@ def row(
         "threshold": float(threshold),
         "verdict": verdict(ends, relation, threshold),
     }
-    if made["verdict"] == HOLDS:
-        return made
-    inside = "the threshold is inside the interval" if made["verdict"] == NOT_PROVED else ""
+    if claimed["verdict"] == HOLDS:
+        return claimed
+    inside = "the threshold is inside the interval" if claimed["verdict"] == NOT_PROVED else ""
     reasons = "; ".join(filter(None, [inside, "" if right else why]))
     low, high = interval
-    return made | {
+    return claimed | {
         "reason": f"measured {value:.4g} [{low:.4g}, {high:.4g}], must be {relation} {threshold:.4g}{reasons and f': {reasons}'}"
     }
 
 
 def distance_interval(distance: Distance) -> Interval:
-    """At least 95 % for the distance of two laws, from that of two samples.
+    """An interval with at least 95 % coverage for the distance of two laws, from the distance of two samples.
 
-    The two differ by at most the distance of the samples' noise, sup |(F_n - F) - (G_k - G)|. That has the law which permutations show,
-    so it is below the band in 95 % of cases. The bootstrap, which draws from the samples, would be biased upwards as the distance is.
+    The two distances differ by at most sup |(F_n - F) - (G_k - G)|, whose distribution the permutations estimate: it is below the band in
+    95 % of cases. A bootstrap interval would be biased upwards, as the distance of two samples is.
     """
     return max(0.0, distance.value - distance.band), min(1.0, distance.value + distance.band)
 
 
-def agreement(id: str, m: int, claim: str, distance: Distance) -> Row:
-    """Two laws agree: their distance is at most the tolerance."""
-    return row(id, m, claim, distance.value, distance_interval(distance), at_most=TOLERANCE) | {"band": distance.band}
+def judge_agreement(id: str, m: int, claim: str, distance: Distance) -> Row:
+    """Judges that two laws agree: their distance is at most TOLERANCE."""
+    return judge(id, m, claim, distance.value, distance_interval(distance), at_most=TOLERANCE) | {"band": distance.band}
 
 
-def separation(id: str, m: int, claim: str, distance: Distance, at_least: float = TOLERANCE) -> Row:
-    """Two laws are apart: their distance is at least so much; by default, more than laws that agree may have."""
-    return row(id, m, claim, distance.value, distance_interval(distance), at_least=at_least) | {"band": distance.band}
+def judge_separation(id: str, m: int, claim: str, distance: Distance, at_least: float = TOLERANCE) -> Row:
+    """Judges that two laws differ: their distance is at least `at_least`, by default TOLERANCE."""
+    return judge(id, m, claim, distance.value, distance_interval(distance), at_least=at_least) | {"band": distance.band}
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5; 0.7 % too small for 3 degrees of freedom, 0.1 % for 5; exact for 1
-    and 2, where it would be a quarter and 3 % too small)."""
+    """The 97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, else Abramowitz and Stegun 26.7.5.
+
+    That series is 0.7 % too small for 3 degrees of freedom, 0.1 % for 5.
+    """
     if degrees <= 2:
         return (math.tan(0.475 * math.pi), 0.95 * math.sqrt(2.0 / (1.0 - 0.95**2)))[degrees - 1]
     z = 1.959964
@@ -128,12 +135,12 @@ def student(degrees: int) -> float:
 
 
 def share_interval(happened: Bool[np.ndarray, " sample"]) -> tuple[float, Interval]:
-    """The share of independent events, with Wilson's 95 % interval, which has a width also where nothing happened."""
+    """The share of independent events, with Wilson's 95 % interval, which is not empty even where nothing happened."""
     return float(happened.mean()), share_of(int(happened.sum()), len(happened))
 
 
 def mean_interval(values: Float[np.ndarray, " sample"]) -> tuple[float, Interval]:
-    """The mean of independent values, with its 95 % interval; without an end where there is one value."""
+    """The mean of independent values, with its 95 % interval, which is infinite for one value."""
     if len(values) < 2:
         return float(values.mean()), (-math.inf, math.inf)
     mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))

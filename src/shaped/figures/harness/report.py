@@ -1,4 +1,4 @@
-"""report.html: all figures and claims in one file that needs nothing else."""
+"""report.html: all pages and claims in one self-contained file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shaped.figures.harness.cache import read_picture, read_summary
-from shaped.figures.harness.claims import HOLDS, TOLERANCE, counted
+from shaped.figures.harness.claims import HOLDS, TOLERANCE, describe_verdicts
 from shaped.files import write_atomically
 
 STYLE = """
@@ -34,7 +34,7 @@ paper's captions do not give. Solid lines are networks, dashed lines the SDE."""
 
 
 def write_report(out: Path, ids: Iterable[str], say: Callable[[str], None] = print) -> Path:
-    """Of all these figures that are in the folder, whenever they were computed. What is damaged is said, and left out."""
+    """Reports the pages with these ids that are in the folder, also those of earlier runs. Says which are damaged, and leaves them out."""
     pages, pictures = {}, {}
     for id in ids:
         if any(os.path.lexists(out / f"{id}.{kind}") for kind in ("json", "npz", "png")):
@@ -45,51 +45,54 @@ def write_report(out: Path, ids: Iterable[str], say: Callable[[str], None] = pri
             except ValueError as error:
                 say(f"{id:<7} is not in the report: {error}")
     path = out / "report.html"
-    write_atomically(path, lambda file: file.write(html(pages, pictures).encode()))
+    write_atomically(path, lambda file: file.write(render(pages, pictures).encode()))
     return path
 
 
-def html(pages: dict[str, dict[str, Any]], pictures: dict[str, bytes]) -> str:
-    rows = [row for summary in pages.values() for row in summary["claims"]]
-    overview = [
-        [f'<a href="#{text(id)}">{text(id)}</a>', *map(text, (about["title"], counted(about["claims"]), about["scale"], seconds(about)))]
-        for id, about in pages.items()
-    ]
-    sections = "".join(section(id, summary, pictures[id]) for id, summary in pages.items())
-    top = f"<p>{text(counted(rows))}. {text(RULES)}</p>{table(['figure', '', 'verdicts', 'scale', 'computed in'], overview)}"
-    return f"{HEAD}{top}{sections}</body></html>\n"
+def render(pages: dict[str, dict[str, Any]], pictures: dict[str, bytes]) -> str:
+    """The whole report as HTML, from the summaries and PNGs of the pages by id."""
+    overview = []
+    for id, about in pages.items():
+        cells = (about["title"], describe_verdicts(about["claims"]), about["scale"], format_seconds(about))
+        overview.append([f'<a href="#{to_html(id)}">{to_html(id)}</a>', *map(to_html, cells)])
+    counts = describe_verdicts([row for summary in pages.values() for row in summary["claims"]])
+    table = render_table(["figure", "", "verdicts", "scale", "computed in"], overview)
+    sections = "".join(render_section(id, summary, pictures[id]) for id, summary in pages.items())
+    return f"{HEAD}<p>{to_html(counts)}. {to_html(RULES)}</p>{table}{sections}</body></html>\n"
 
 
-def section(id: str, summary: dict[str, Any], picture: bytes) -> str:
+def render_section(id: str, summary: dict[str, Any], picture: bytes) -> str:
     data = base64.b64encode(picture).decode()
     facts = [
         *([f"Drawn for m = {summary['tokens']} tokens"] if summary["tokens"] else []),
-        ", ".join(f"{name} = {shown(value)}" for name, value in summary["settings"].items()),
-        f"seed {summary['seed']}, {summary['device']}, shaped {summary['version']}, {seconds(summary)}",
+        ", ".join(f"{name} = {format_value(value)}" for name, value in summary["settings"].items()),
+        f"seed {summary['seed']}, {summary['device']}, shaped {summary['version']}, {format_seconds(summary)}",
         {"paper": "paper scale", "quick": "quick scale: fewer samples than the paper's"}.get(summary["scale"], "as trained"),
     ]
     more = summary["table"]
-    found = table(["claim", "m", "measured", "95 % interval", "threshold", "verdict"], map(claim, summary["claims"]))
-    extra = table(more["columns"], [[text(cell) for cell in cells] for cells in more["rows"]]) if more else ""
+    found = render_table(["claim", "m", "measured", "95 % interval", "threshold", "verdict"], map(render_claim, summary["claims"]))
+    extra = render_table(more["columns"], [[to_html(cell) for cell in cells] for cells in more["rows"]]) if more else ""
     return (
-        f'<h2 id="{text(id)}">{text(id)}: {text(summary["title"])}</h2>\n<p>{text(summary["shows"])}</p>\n'
-        f'<img alt="{text(summary["title"])}" src="data:image/png;base64,{data}">\n<p class="small">{text("; ".join(facts))}.</p>\n'
+        f'<h2 id="{to_html(id)}">{to_html(id)}: {to_html(summary["title"])}</h2>\n<p>{to_html(summary["shows"])}</p>\n'
+        f'<img alt="{to_html(summary["title"])}" src="data:image/png;base64,{data}">\n<p class="small">{to_html("; ".join(facts))}.</p>\n'
         f"{extra}{found if summary['claims'] else ''}"
     )
 
 
-def claim(row: dict[str, Any]) -> list[str]:
-    low, high = ("no end" if end is None else shown(end) for end in row["interval"])
+def render_claim(row: dict[str, Any]) -> list[str]:
+    low, high = ("no end" if end is None else format_value(end) for end in row["interval"])
     kind = row["verdict"].replace(" ", "-")
-    reason = "" if row["verdict"] == HOLDS else f'<br><span class="{text(kind)}">{text(row["verdict"])}: {text(row["reason"])}</span>'
-    numbers = [row["tokens"], row["value"], f"{low} to {high}", f"{row['relation']} {shown(row['threshold'])}"]
-    cells = (f'<span class="number">{text(number)}</span>' for number in numbers)
-    return [text(row["claim"]) + reason, *cells, f'<span class="number {text(kind)}">{text(row["verdict"])}</span>']
+    reason = (
+        "" if row["verdict"] == HOLDS else f'<br><span class="{to_html(kind)}">{to_html(row["verdict"])}: {to_html(row["reason"])}</span>'
+    )
+    numbers = [row["tokens"], row["value"], f"{low} to {high}", f"{row['relation']} {format_value(row['threshold'])}"]
+    cells = (f'<span class="number">{to_html(number)}</span>' for number in numbers)
+    return [to_html(row["claim"]) + reason, *cells, f'<span class="number {to_html(kind)}">{to_html(row["verdict"])}</span>']
 
 
-def table(columns: list[str], rows: Iterable[list[str]]) -> str:
-    """Cells are HTML already."""
-    head = "".join(f"<th>{text(name)}</th>" for name in columns)
+def render_table(columns: list[str], rows: Iterable[list[str]]) -> str:
+    """Column names are escaped here; cells are HTML already."""
+    head = "".join(f"<th>{to_html(name)}</th>" for name in columns)
     return (
         f'<div class="wide"><table><tr>{head}</tr>\n'
         + "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n" for cells in rows)
@@ -97,20 +100,20 @@ def table(columns: list[str], rows: Iterable[list[str]]) -> str:
     )
 
 
-def seconds(summary: dict[str, Any]) -> str:
+def format_seconds(summary: dict[str, Any]) -> str:
     return f"{summary['seconds']:.1f} s"
 
 
-def text(value: Any) -> str:
-    """Any value as HTML: every field of a summary goes through here."""
-    return escape(shown(value))
+def to_html(value: Any) -> str:
+    """Any value as text, escaped. Every field of a summary goes through here."""
+    return escape(format_value(value))
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     if value is None or value != value:
         return "–"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return "(" + ", ".join(map(shown, value)) + ")"
+        return "(" + ", ".join(map(format_value, value)) + ")"
     return str(value)

@@ -1,4 +1,4 @@
-"""How every figure looks: one colour a model, solid for networks, dashed for the SDE, readable at the width of a column."""
+"""One style for all pictures: one colour a model, solid lines for networks, dashed for the SDE, readable at the width of a column."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The colours of Okabe and Ito, which people with any colour vision can tell apart.
+# The palette of Okabe and Ito, which colour-blind people can tell apart.
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, BLACK = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000",
 )  # fmt: skip
@@ -39,38 +39,38 @@ LOOK: Any = {
 
 
 @contextmanager
-def styled() -> Iterator[None]:
+def apply_style() -> Iterator[None]:
     from matplotlib import rc_context
 
     with rc_context(LOOK):
         yield
 
 
-def sheet(columns: int, width: float = WIDE, height: float = 2.5, **how: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of panels side by side."""
+def make_panels(columns: int, width: float = WIDE, height: float = 2.5, **how: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with panels side by side; `how` goes to matplotlib's `subplots`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(np.atleast_1d(figure.subplots(1, columns, **how)))
 
 
-def steps_of(count: int) -> list[Any]:
-    """Colours for an ordered family, dark to light, of even lightness steps also in print."""
+def pick_ordered_colours(count: int) -> list[Any]:
+    """Colours for an ordered family, from dark to light in even steps, also in print."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](x) for x in np.linspace(0.0, 0.82, count)]
 
 
-def line_key(axes: Axes, **how: Any) -> None:
-    """Says once that solid is the network and dashed the SDE."""
+def draw_line_key(axes: Axes, **how: Any) -> None:
+    """A legend which says that solid lines are networks and dashed lines the SDE; `how` goes to matplotlib's `legend`."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=BLACK, linestyle=LINES[face], linewidth=1.0, label=FACE_NAMES[face]) for face in LINES]
     axes.add_artist(axes.legend(handles=handles, **how))
 
 
-def densities_panel(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: str, colour: Any = BLUE) -> None:
-    """The SDE against the network: histograms, and kernel density estimates on top."""
+def draw_densities(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: str, colour: Any = BLUE) -> None:
+    """Histograms and kernel density estimates of network and SDE, in one panel."""
     for face in LINES:
         key = f"{name}_{face}"
         solid = face == "network"
@@ -83,7 +83,8 @@ def densities_panel(axes: Axes, arrays: dict[str, np.ndarray], name: str, label:
             linewidth=0 if solid else 0.5,
         )
         grid, density = arrays[f"{key}_grid"], arrays[f"{key}_density"]
-        inside = np.abs(grid) < 0.96 if name.startswith("rho") else np.ones_like(grid, dtype=bool)  # beyond it a few samples make spikes
+        # Beyond 0.96 there are few samples, and the estimate has spikes.
+        inside = np.abs(grid) < 0.96 if name.startswith("rho") else np.ones_like(grid, dtype=bool)
         axes.plot(
             grid[inside],
             density[inside],

@@ -1,4 +1,4 @@
-"""Figure 1: the shaped Transformer keeps its tokens apart, and the SDE has its network's law."""
+"""Figure 1: the shaped Transformer keeps its tokens apart, and the SDE has the law of the network."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shaped.figures.harness.claims import mean_interval, row
-from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.harness.claims import judge, mean_interval
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared import laws
-from shaped.figures.shared.ensembles import ensemble_at, mean_pairs, models
+from shaped.figures.shared.ensembles import make_ensemble, make_models, simulate_mean_pairs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +22,7 @@ SHOWS = (
     "Right: density of the correlation at the last layer, SDE against network, for the whole Transformer (fig7 has attention alone, as the "
     "paper's caption). Bands are 95 % intervals of the means."
 )
-# Pre-LN, drawn with its tokens, takes most of the time.
+# Pre-LN is simulated with explicit tokens, which takes most of the time.
 SCALES = {"quick": laws.Settings(samples=2**9), "paper": laws.Settings(law_tokens=laws.PROVING)}
 MODELS = ("shaped", "unshaped", "preln")
 
@@ -34,27 +35,27 @@ def settings(scale: str) -> laws.Settings:
     return SCALES[scale]
 
 
-def compute(settings: laws.Settings, lab: Lab) -> Result:
-    layers = models(settings.gamma)
-    chosen: dict[Any, Any] = {
-        ("left", m, name): partial(mean_pairs, ensemble_at(settings, layers[name], m, lab, record=2), ("rho",), False)
+def compute(settings: laws.Settings, simulator: Simulator) -> Result:
+    layers = make_models(settings.gamma)
+    jobs: dict[Any, Any] = {
+        ("left", m, name): partial(simulate_mean_pairs, make_ensemble(settings, layers[name], m, simulator, record=2), ("rho",), False)
         for name in reversed(MODELS)  # the longest first
-        for m in lab.counts
+        for m in simulator.token_counts
     }
-    found: dict[Any, Any] = lab.run(chosen | laws.law_jobs("right", settings, laws.transformer(settings), lab))
+    found: dict[Any, Any] = simulator.run(jobs | laws.make_law_jobs("right", settings, laws.make_transformer(settings), simulator))
     claims = []
-    for m in lab.counts:
+    for m in simulator.token_counts:
         at_end = {name: mean_interval(found["left", m, name]["rho"][-1]) for name in MODELS}
         claims += [
-            row(
+            judge(
                 "fig1.unshaped",
                 m,
                 "without shaping the tokens align: mean correlation at the last layer",
                 *at_end["unshaped"],
                 at_least=COLLAPSED,
             ),
-            row("fig1.shaped", m, "shaping prevents it: mean correlation at the last layer", *at_end["shaped"], at_most=APART),
-            row(
+            judge("fig1.shaped", m, "shaping prevents it: mean correlation at the last layer", *at_end["shaped"], at_most=APART),
+            judge(
                 "fig1.preln",
                 m,
                 "Pre-LN improves it only marginally: mean correlation at the last layer",
@@ -62,27 +63,27 @@ def compute(settings: laws.Settings, lab: Lab) -> Result:
                 at_least=MARGINAL,
             ),
         ]
-    claims += laws.pair_claims("fig1.law", "the SDE describes the shaped network", "rho", found, "right", lab)
-    arrays = laws.drawn_densities("rho", found, "right", lab)
-    arrays["layer"] = found["left", lab.tokens, MODELS[0]]["layer"]
+    claims += laws.judge_pairs("fig1.law", "the SDE describes the shaped network", "rho", found, "right", simulator)
+    arrays = laws.estimate_densities("rho", found, "right", simulator)
+    arrays["layer"] = found["left", simulator.tokens, MODELS[0]]["layer"]
     for name in MODELS:
-        rho = found["left", lab.tokens, name]["rho"]
+        rho = found["left", simulator.tokens, name]["rho"]
         arrays[f"mean_{name}"], error = rho.mean(1), rho.std(1, ddof=1) / np.sqrt(rho.shape[1])
         arrays[f"error_{name}"] = 1.96 * error
     return Result(arrays, claims)
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import COLOURS, NAMES, densities_panel, sheet
+    from shaped.figures.harness.style import COLOURS, NAMES, draw_densities, make_panels
 
-    figure, (depth, density) = sheet(2)
+    figure, (depth, density) = make_panels(2)
     for name in MODELS:
         mean, reach = arrays[f"mean_{name}"], arrays[f"error_{name}"]
         depth.plot(arrays["layer"], mean, color=COLOURS[name], label=NAMES[name])
         depth.fill_between(arrays["layer"], mean - reach, mean + reach, color=COLOURS[name], alpha=0.25, linewidth=0)
     depth.set(xlabel=r"layer $\ell$", ylabel=r"mean of $\rho^{\alpha\beta}_\ell$", ylim=(0, 1.03), xlim=(0, arrays["layer"][-1]))
     depth.legend(loc="center right")
-    densities_panel(density, arrays, "rho", r"$\rho^{\alpha\beta}_d$")
+    draw_densities(density, arrays, "rho", r"$\rho^{\alpha\beta}_d$")
     density.set(xlim=(-1, 1), xticks=(-1, -0.5, 0, 0.5, 1))
     density.legend(loc="upper left")
     return figure

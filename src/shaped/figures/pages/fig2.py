@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from shaped.figures.harness.claims import Row, mean_interval, row
-from shaped.figures.harness.jobs import Lab, Result
-from shaped.figures.shared.ensembles import models
+from shaped.figures.harness.claims import Row, judge, mean_interval
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
+from shaped.figures.shared.ensembles import make_models
 from shaped.nn.functional import layer_norm
 from shaped.nn.networks import RandomAttention
 
@@ -59,8 +60,8 @@ def settings(scale: str) -> Settings:
 
 
 @cache
-def text(length: int = 2**21) -> bytes:
-    """Source of the standard library, file by file in the order of their names."""
+def read_source(length: int = 2**21) -> bytes:
+    """The first `length` bytes of the standard library's source, its files in the order of their names."""
     found = b""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         found += path.read_bytes()
@@ -69,31 +70,33 @@ def text(length: int = 2**21) -> bytes:
     return found[:length]
 
 
-def excerpts(count: int, length: int, seed: int) -> Int[Tensor, "{count} {length}"]:
-    source = np.frombuffer(text(), np.uint8)
+def draw_excerpts(count: int, length: int, seed: int) -> Int[Tensor, "{count} {length}"]:
+    source = np.frombuffer(read_source(), np.uint8)
     first = np.random.default_rng(seed).integers(len(source) - length, size=count)
     return torch.from_numpy(source[first[:, None] + np.arange(length)].astype(np.int64))
 
 
-def gradient_norms(settings: Settings, model: str, counts: tuple[int, ...], seed: int, device: str) -> Float[np.ndarray, "count 2 layer"]:
+def measure_gradient_norms(
+    settings: Settings, model: str, counts: tuple[int, ...], seed: int, device: str
+) -> Float[np.ndarray, "count 2 layer"]:
     """Norms of dloss/dW^V and dloss/dW^Q of every layer of one random network, for sequences of each number of tokens.
 
-    In double precision: the differences between tokens that have collapsed are far below single precision's.
+    Computed in double precision: collapsed tokens differ by less than the rounding of single precision.
     """
     generator = torch.Generator().manual_seed(seed)
-    how: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
-    block = models(settings.gamma, mask="causal")[model]
-    stack = nn.Sequential(*(block.module(settings.n, **how) for _ in range(settings.d))).to(device).requires_grad_(False)
-    embedding, readout = (torch.randn(BYTES, settings.n, **how).to(device) for _ in range(2))
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
+    block = make_models(settings.gamma, mask="causal")[model]
+    stack = nn.Sequential(*(block.module(settings.n, **options) for _ in range(settings.d))).to(device).requires_grad_(False)
+    embedding, readout = (torch.randn(BYTES, settings.n, **options).to(device) for _ in range(2))
     attentions = [module for module in stack.modules() if isinstance(module, RandomAttention)]
     wanted = [attention.value for attention in attentions] + [attention.query for attention in attentions]
     for weight in wanted:
         weight.requires_grad_(True)
     norms = []
     for m in counts:
-        sequences = excerpts(settings.sequences, m + 1, seed).to(device)
+        sequences = draw_excerpts(settings.sequences, m + 1, seed).to(device)
         tokens = stack(embedding[sequences[:, :-1]])
-        tokens = layer_norm(tokens) if model == "preln" else tokens  # Pre-LN Transformers end with one
+        tokens = layer_norm(tokens) if model == "preln" else tokens  # a Pre-LN Transformer ends with a LayerNorm
         logits = tokens @ readout.T / math.sqrt(settings.n)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
         gradients = torch.autograd.grad(loss, wanted)
@@ -101,17 +104,21 @@ def gradient_norms(settings: Settings, model: str, counts: tuple[int, ...], seed
     return np.stack(norms)
 
 
-def compute(settings: Settings, lab: Lab) -> Result:
-    seeds = [1000 * lab.seed + i for i in range(settings.networks)]
-    found = lab.run(
-        {(name, seed): partial(gradient_norms, settings, name, lab.counts, seed, lab.device) for seed in seeds for name in MODELS}
+def compute(settings: Settings, simulator: Simulator) -> Result:
+    seeds = [1000 * simulator.seed + i for i in range(settings.networks)]
+    found = simulator.run(
+        {
+            (name, seed): partial(measure_gradient_norms, settings, name, simulator.token_counts, seed, simulator.device)
+            for seed in seeds
+            for name in MODELS
+        }
     )
     claims: list[Row] = []
     arrays: dict[str, np.ndarray] = {"layer": np.arange(1, settings.d + 1)}
-    for i, m in enumerate(lab.counts):
+    for i, m in enumerate(simulator.token_counts):
         logs = {name: np.log10(np.stack([found[name, seed][i] for seed in seeds]).clip(min=1e-300)) for name in MODELS}
-        claims += gradient_claims(m, logs)
-        if m == lab.tokens:
+        claims += judge_gradients(m, logs)
+        if m == simulator.tokens:
             for name in MODELS:
                 for k, weight in enumerate(WEIGHTS):
                     bounds = [mean_interval(column) for column in logs[name][:, k].T]
@@ -119,8 +126,9 @@ def compute(settings: Settings, lab: Lab) -> Result:
     return Result(arrays, claims)
 
 
-def gradient_claims(m: int, logs: dict[str, Float[np.ndarray, "network 2 layer"]]) -> list[Row]:
-    """`logs` are log10 of the norms. The factor between the largest and the smallest layer, averaged in the logarithm over networks."""
+def judge_gradients(m: int, logs: dict[str, Float[np.ndarray, "network 2 layer"]]) -> list[Row]:
+    """`logs` are log10 of the norms. Judges the ratio of the largest to the smallest norm over the layers, as a geometric mean over
+    networks."""
 
     def spread(name: str, weight: str) -> tuple[float, tuple[float, float]]:
         of_layers = logs[name][:, WEIGHTS.index(weight)]
@@ -129,11 +137,11 @@ def gradient_claims(m: int, logs: dict[str, Float[np.ndarray, "network 2 layer"]
 
     words = "largest over smallest norm over the layers"
     return [
-        row("fig2.shaped.value", m, f"shaped: value gradients are stable; {words}", *spread("shaped", "value"), at_most=STEADY),
-        row("fig2.shaped.query", m, f"shaped: so are query gradients; {words}", *spread("shaped", "query"), at_most=STEADY),
-        row("fig2.postln.value", m, f"Post-LN: value gradients are stable; {words}", *spread("postln", "value"), at_most=STEADY),
-        row("fig2.postln.query", m, f"Post-LN: query gradients vanish; {words}", *spread("postln", "query"), at_least=VANISHED),
-        row(
+        judge("fig2.shaped.value", m, f"shaped: value gradients are stable; {words}", *spread("shaped", "value"), at_most=STEADY),
+        judge("fig2.shaped.query", m, f"shaped: so are query gradients; {words}", *spread("shaped", "query"), at_most=STEADY),
+        judge("fig2.postln.value", m, f"Post-LN: value gradients are stable; {words}", *spread("postln", "value"), at_most=STEADY),
+        judge("fig2.postln.query", m, f"Post-LN: query gradients vanish; {words}", *spread("postln", "query"), at_least=VANISHED),
+        judge(
             "fig2.unshaped.query",
             m,
             f"unshaped: query gradients vanish; {words}",
@@ -141,14 +149,14 @@ def gradient_claims(m: int, logs: dict[str, Float[np.ndarray, "network 2 layer"]
             at_least=VANISHED,
             why=SLOW,
         ),
-        row("fig2.preln.query", m, f"Pre-LN: query gradients do not vanish; {words}", *spread("preln", "query"), at_most=VANISHED),
+        judge("fig2.preln.query", m, f"Pre-LN: query gradients do not vanish; {words}", *spread("preln", "query"), at_most=VANISHED),
     ]
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import COLOURS, NAMES, sheet
+    from shaped.figures.harness.style import COLOURS, NAMES, make_panels
 
-    figure, panels = sheet(2)
+    figure, panels = make_panels(2)
     for axes, weight, symbol in zip(panels, WEIGHTS, "VQ", strict=True):
         for name in MODELS:
             value, low, high = arrays[f"{weight}_{name}"].T

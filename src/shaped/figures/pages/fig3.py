@@ -1,4 +1,4 @@
-"""Figure 3: what the strength of the residual branch does to the law of the correlation in a ResNet."""
+"""Figure 3: the law of the correlation in a ResNet, for several strengths of the residual branch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shaped.compare import compare
-from shaped.figures.harness.claims import agreement, bootstrap_interval, row
-from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.harness.claims import bootstrap_interval, judge, judge_agreement
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared.density import correlation_density, pairs
-from shaped.figures.shared.ensembles import FACES, Ensemble, ensemble_at, jobs, trajectory
+from shaped.figures.shared.ensembles import FACES, Ensemble, make_ensemble, make_jobs, to_trajectory
 from shaped.layers import ShapedFeedForward
 
 if TYPE_CHECKING:
@@ -55,35 +56,37 @@ def percentile(rho: np.ndarray) -> float:
     return float(np.percentile(np.abs(rho), 95))
 
 
-def compute(settings: Settings, lab: Lab) -> Result:
+def compute(settings: Settings, simulator: Simulator) -> Result:
     gammas = settings.gammas
 
-    def sampled(gamma: float, m: int) -> Ensemble:
+    def ensemble(gamma: float, m: int) -> Ensemble:
         layer = ShapedFeedForward(gamma, settings.c_plus, settings.c_minus)
-        return ensemble_at(settings, layer, m, lab, step=settings.step, single=True)
+        return make_ensemble(settings, layer, m, simulator, step=settings.step, single=True)
 
-    found = lab.run({(m, g, face): job for m in lab.counts for g in gammas for face, job in jobs(sampled(g, m)).items()})
+    found = simulator.run(
+        {(m, g, face): job for m in simulator.token_counts for g in gammas for face, job in make_jobs(ensemble(g, m)).items()}
+    )
     claims, arrays = [], {"gamma": np.array(gammas), "drawn": np.array(settings.drawn)}
-    for m in lab.counts:
-        paths = {g: [trajectory(found[m, g, face]) for face in FACES] for g in gammas}
+    for m in simulator.token_counts:
+        paths = {g: [to_trajectory(found[m, g, face]) for face in FACES] for g in gammas}
         rho = {g: [pairs(path.rho[-1].double().numpy()) for path in paths[g]] for g in gammas}
         worst = max(
-            (compare(*paths[g], statistics=("rho",), pair=None, seed=lab.seed).ks["rho"] for g in settings.drawn),
-            key=lambda ks: ks.value + ks.band,  # the one that may be the largest
+            (compare(*paths[g], statistics=("rho",), pair=None, seed=simulator.seed).ks["rho"] for g in settings.drawn),
+            key=lambda ks: ks.value + ks.band,  # the distance whose interval reaches highest
         )
-        high = {face: np.array([bounds(rho[g][k], lab.seed) for g in gammas]) for k, face in enumerate(FACES)}
+        high = {face: np.array([percentile_interval(rho[g][k], simulator.seed) for g in gammas]) for k, face in enumerate(FACES)}
         claims += [
-            agreement(
+            judge_agreement(
                 "fig3.law",
                 m,
                 "the SDE describes the network at every γ drawn: largest Kolmogorov-Smirnov distance of the correlations",
                 worst,
             ),
-            rise(m, high["network"]),
-            smallest_step(m, high["network"]),
-            apart(m, high),
+            judge_rise(m, high["network"]),
+            judge_smallest_step(m, high["network"]),
+            judge_gap(m, high),
         ]
-        if m == lab.tokens:
+        if m == simulator.tokens:
             arrays |= {f"percentile_{face}": high[face] for face in FACES}
             arrays["grid"] = np.linspace(-0.999, 0.999, 400)
             arrays |= {
@@ -94,7 +97,7 @@ def compute(settings: Settings, lab: Lab) -> Result:
     return Result(arrays, claims)
 
 
-def bounds(rho: np.ndarray, seed: int) -> tuple[float, float, float]:
+def percentile_interval(rho: np.ndarray, seed: int) -> tuple[float, float, float]:
     value, (low, high) = bootstrap_interval(rho, percentile, seed)
     return value, low, high
 
@@ -105,36 +108,36 @@ def difference(above: np.ndarray, below: np.ndarray) -> tuple[float, tuple[float
     return value, (value - np.hypot(above[0] - above[1], below[2] - below[0]), value + np.hypot(above[2] - above[0], below[0] - below[1]))
 
 
-def rise(m: int, high: np.ndarray) -> dict[str, Any]:
+def judge_rise(m: int, high: np.ndarray) -> dict[str, Any]:
     words = "alignment becomes likelier as γ grows: rise of the 95th percentile of |ρ| from the smallest γ to 1"
-    return row("fig3.rise", m, words, *difference(high[-1], high[0]), at_least=0.0)
+    return judge("fig3.rise", m, words, *difference(high[-1], high[0]), at_least=0.0)
 
 
-def smallest_step(m: int, high: np.ndarray) -> dict[str, Any]:
+def judge_smallest_step(m: int, high: np.ndarray) -> dict[str, Any]:
     words = "and does so at each step in γ: smallest rise of the 95th percentile of |ρ| between neighbours"
     value, interval = min((difference(after, before) for before, after in pairwise(high)), key=lambda found: found[1][0])
-    return row("fig3.step", m, words, value, interval, at_least=-NO_FALL)
+    return judge("fig3.step", m, words, value, interval, at_least=-NO_FALL)
 
 
-def apart(m: int, high: dict[str, np.ndarray]) -> dict[str, Any]:
+def judge_gap(m: int, high: dict[str, np.ndarray]) -> dict[str, Any]:
     words = "the SDE has the network's percentiles: largest difference over γ"
     both = zip(high["network"], high["sde"], strict=True)
     found = [difference(one, other) if one[0] >= other[0] else difference(other, one) for one, other in both]
-    return row("fig3.percentile", m, words, *max(found, key=lambda entry: entry[1][1]), at_most=CLOSE)
+    return judge("fig3.percentile", m, words, *max(found, key=lambda entry: entry[1][1]), at_most=CLOSE)
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import BLUE, LINES, line_key, sheet, steps_of
+    from shaped.figures.harness.style import BLUE, LINES, draw_line_key, make_panels, pick_ordered_colours
 
-    figure, (density, percentiles) = sheet(2)
+    figure, (density, percentiles) = make_panels(2)
     drawn = arrays["drawn"]
-    for i, (gamma, colour) in enumerate(zip(drawn, steps_of(len(drawn)), strict=True)):
+    for i, (gamma, colour) in enumerate(zip(drawn, pick_ordered_colours(len(drawn)), strict=True)):
         for face in LINES:
             label = (r"$1/\sqrt{d}$" if i == 0 else f"${gamma:g}$") if face == "network" else None
             density.plot(arrays["grid"], arrays[f"density_{i}_{face}"], LINES[face], color=colour, label=label)
     tallest = max(arrays[f"density_1_{face}"].max() for face in LINES)
     density.set(xlabel=r"$\rho^{\alpha\beta}_d$", ylabel="density", xlim=(-1, 1), xticks=(-1, -0.5, 0, 0.5, 1), ylim=(0, 1.25 * tallest))
-    line_key(density, loc="upper right")
+    draw_line_key(density, loc="upper right")
     density.legend(title=r"$\gamma$", loc="upper left")
     for face in LINES:
         value, low, high = arrays[f"percentile_{face}"].T

@@ -1,4 +1,4 @@
-"""Figure 4: what becomes of the covariance when modifications of attention are left out."""
+"""Figure 4: the covariance through depth when some of the three modifications of attention are left out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shaped.figures.harness.claims import bootstrap_interval, mean_interval, row, share_interval
-from shaped.figures.harness.jobs import Lab, Result
-from shaped.figures.shared.ensembles import Ensemble, ensemble_at, mean_pairs
+from shaped.figures.harness.claims import bootstrap_interval, judge, mean_interval, share_interval
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
+from shaped.figures.shared.ensembles import Ensemble, make_ensemble, simulate_mean_pairs
 from shaped.layers import ShapedAttention
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ VANISHED = -20.0  # log10; tau+centre without id: 1e-46
 EXPLODED = 20.0  # log10; id without centre: 1e59
 UNSTABLE = 3.0  # log10; id+centre with tau = sqrt(n_k): 1e11
 STABLE = 1.0  # |log10|; shaped: 0.57
-# The next two, and the median, were added once the mean had turned out to be that of a few networks.
+# The next two, and the median, were added after the first run, in which a few networks determined the mean.
 FEW = 0.01  # share of shaped networks with |V| above EXPLODING
 EXPLODING = 1e2
 TAIL = "a few networks in a thousand explode (the drift is cubic), and the mean is theirs: orders of magnitude apart from seed to seed"
@@ -65,50 +66,54 @@ def settings(scale: str) -> Settings:
     return SCALES[scale]
 
 
-def compute(settings: Settings, lab: Lab) -> Result:
-    def sampled(on: Switches, m: int) -> Ensemble:
+def compute(settings: Settings, simulator: Simulator) -> Result:
+    def ensemble(on: Switches, m: int) -> Ensemble:
         layer = ShapedAttention(settings.gamma, identity=on[0], centre=on[1], temperature=on[2])
-        return ensemble_at(settings, layer, m, lab, record=3, upper=None)
+        return make_ensemble(settings, layer, m, simulator, record=3, upper=None)
 
-    found = lab.run(
-        {(m, name): partial(mean_pairs, sampled(on, m), ("rho", "V"), True) for m in lab.counts for name, on in COMBINATIONS.items()}
+    found = simulator.run(
+        {
+            (m, name): partial(simulate_mean_pairs, ensemble(on, m), ("rho", "V"), True)
+            for m in simulator.token_counts
+            for name, on in COMBINATIONS.items()
+        }
     )
     claims, table = [], []
-    for m in lab.counts:
+    for m in simulator.token_counts:
         rho = {name: mean_interval(found[m, name]["rho"][-1]) for name in COMBINATIONS}
-        size = {name: bootstrap_interval(found[m, name]["V"][-1], log_mean, lab.seed) for name in COMBINATIONS}
+        size = {name: bootstrap_interval(found[m, name]["V"][-1], log_mean, simulator.seed) for name in COMBINATIONS}
         shaped = found[m, SHAPED]["V"][-1]
-        typical = bootstrap_interval(np.log10(shaped), lambda drawn: float(np.median(drawn)), lab.seed)
+        typical = bootstrap_interval(np.log10(shaped), lambda drawn: float(np.median(drawn)), simulator.seed)
         exploding = share_interval(shaped > EXPLODING)
         claims += [
-            row("fig4.shaped.above", m, f"shaped: the covariance does not vanish; {SIZE}", *size[SHAPED], at_least=-STABLE),
-            row("fig4.shaped.below", m, f"shaped: nor does it explode; {SIZE}", *size[SHAPED], at_most=STABLE, why=TAIL),
-            row(
+            judge("fig4.shaped.above", m, f"shaped: the covariance does not vanish; {SIZE}", *size[SHAPED], at_least=-STABLE),
+            judge("fig4.shaped.below", m, f"shaped: nor does it explode; {SIZE}", *size[SHAPED], at_most=STABLE, why=TAIL),
+            judge(
                 "fig4.shaped.median.above",
                 m,
                 "shaped: the typical covariance does not vanish; log10 of median |V|",
                 *typical,
                 at_least=-STABLE,
             ),
-            row("fig4.shaped.median.below", m, "shaped: nor does it explode; log10 of median |V|", *typical, at_most=STABLE),
-            row("fig4.shaped.tail", m, "shaped: few networks explode; share with |V| above 100", *exploding, at_most=FEW),
-            row("fig4.shaped.rho", m, "shaped: tokens do not align; mean |ρ|", *rho[SHAPED], at_most=APART),
-            row("fig4.id+centre.unstable", m, f"id+centre: the covariance is unstable; {SIZE}", *size["id+centre"], at_least=UNSTABLE),
-            row("fig4.id+centre.rho", m, "id+centre: tokens nearly align; mean |ρ|", *rho["id+centre"], at_least=NEARLY),
+            judge("fig4.shaped.median.below", m, "shaped: nor does it explode; log10 of median |V|", *typical, at_most=STABLE),
+            judge("fig4.shaped.tail", m, "shaped: few networks explode; share with |V| above 100", *exploding, at_most=FEW),
+            judge("fig4.shaped.rho", m, "shaped: tokens do not align; mean |ρ|", *rho[SHAPED], at_most=APART),
+            judge("fig4.id+centre.unstable", m, f"id+centre: the covariance is unstable; {SIZE}", *size["id+centre"], at_least=UNSTABLE),
+            judge("fig4.id+centre.rho", m, "id+centre: tokens nearly align; mean |ρ|", *rho["id+centre"], at_least=NEARLY),
         ]
         for name in ("centre+tau", "centre"):
-            claims.append(row(f"fig4.{name}.vanishes", m, f"{name}: the covariance vanishes; {SIZE}", *size[name], at_most=VANISHED))
+            claims.append(judge(f"fig4.{name}.vanishes", m, f"{name}: the covariance vanishes; {SIZE}", *size[name], at_most=VANISHED))
         for name in ("id+tau", "id"):
-            claims.append(row(f"fig4.{name}.explodes", m, f"{name}: the covariance explodes; {SIZE}", *size[name], at_least=EXPLODED))
+            claims.append(judge(f"fig4.{name}.explodes", m, f"{name}: the covariance explodes; {SIZE}", *size[name], at_least=EXPLODED))
         for name in ("tau", "none"):
-            claims.append(row(f"fig4.{name}.aligns", m, f"{name}: tokens align; mean |ρ|", *rho[name], at_least=ALIGNED))
-        if m == lab.tokens:
+            claims.append(judge(f"fig4.{name}.aligns", m, f"{name}: tokens align; mean |ρ|", *rho[name], at_least=ALIGNED))
+        if m == simulator.tokens:
             table = [[name, rho[name][0], 10.0 ** size[name][0]] for name in COMBINATIONS]
-    arrays = {"layer": found[lab.tokens, SHAPED]["layer"]}
+    arrays = {"layer": found[simulator.tokens, SHAPED]["layer"]}
     for name in COMBINATIONS:
-        arrays[f"rho_{name}"] = found[lab.tokens, name]["rho"].mean(1)
-        arrays[f"V_{name}"] = found[lab.tokens, name]["V"].mean(1)
-    arrays["V_median"] = np.median(found[lab.tokens, SHAPED]["V"], 1)
+        arrays[f"rho_{name}"] = found[simulator.tokens, name]["rho"].mean(1)
+        arrays[f"V_{name}"] = found[simulator.tokens, name]["V"].mean(1)
+    arrays["V_median"] = np.median(found[simulator.tokens, SHAPED]["V"], 1)
     columns = ["modifications", "mean |ρ| at the last layer", "mean |V| at the last layer"]
     return Result(arrays, claims, {"columns": columns, "rows": table})
 
@@ -118,11 +123,11 @@ def log_mean(values: np.ndarray) -> float:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, sheet
+    from shaped.figures.harness.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, make_panels
 
     colours = dict(zip(COMBINATIONS, (BLUE, ORANGE, GREEN, SKY, PURPLE, GREY, BLACK, VERMILION), strict=True))
     markers = dict(zip(COMBINATIONS, ("o", "s", "^", "v", "D", "P", "X", "d"), strict=True))
-    figure, panels = sheet(2, height=3.0)
+    figure, panels = make_panels(2, height=3.0)
     for axes, quantity, left_out in zip(panels, ("rho", "V"), (("id+tau", "id"), ()), strict=True):
         for k, name in enumerate(COMBINATIONS):
             if name in left_out:
@@ -136,7 +141,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
                 markevery=(k, 8),
                 linewidth=2.0 if name == SHAPED else 1.1,
                 zorder=3 if name == SHAPED else 2,
-                label=label(name),
+                label=label_of(name),
             )
         axes.set(xlabel=r"layer $\ell$", xlim=(0, arrays["layer"][-1]))
     panels[1].plot(arrays["layer"], arrays["V_median"], ":", color=BLUE, linewidth=1.4, label="shaped, median")
@@ -148,7 +153,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     return figure
 
 
-def label(name: str) -> str:
+def label_of(name: str) -> str:
     if name == "none":
         return "none (softmax)"
     text = name.replace("tau", r"$\tau^2=nn_k$").replace("+", ", ")

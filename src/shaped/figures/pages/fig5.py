@@ -1,4 +1,4 @@
-"""Figure 5: where shaped attention becomes unstable, and how gamma delays it."""
+"""Figure 5: when shaped attention becomes unstable, and how a smaller gamma delays it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shaped.figures.harness.claims import bootstrap_interval, row
-from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.harness.claims import bootstrap_interval, judge
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared import stability
 from shaped.figures.shared.ensembles import FACES, Ensemble
-from shaped.figures.shared.stability import CAP, NEXT, SLACK, TWO_TOKENS, difference, largest_rise, median, stopping_times
+from shaped.figures.shared.stability import (
+    CAP,
+    NEXT,
+    SLACK,
+    TWO_TOKENS,
+    difference,
+    estimate_median,
+    find_largest_rise,
+    simulate_stopping_times,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,44 +57,49 @@ def settings(scale: str) -> Settings:
     return SCALES[scale]
 
 
-def largest_eigenvalues(ensemble: Ensemble, face: str) -> np.ndarray:
-    """Of each path at each recorded time, [time, sample]; a path that stopped ends there (nan)."""
-    paths = ensemble.of(face)
+def simulate_largest_eigenvalues(ensemble: Ensemble, face: str) -> np.ndarray:
+    """Simulates; returns the largest eigenvalue of each path at each recorded time, [time, sample]; nan after a path has stopped."""
+    paths = ensemble.simulate(face)
     values = np.linalg.eigvalsh(paths.V.cpu().numpy())[..., -1]
     values[paths.t.numpy()[:, None] > paths.stopped.numpy() + 1e-9] = np.nan
     return values
 
 
-def compute(settings: Settings, lab: Lab) -> Result:
+def compute(settings: Settings, simulator: Simulator) -> Result:
     gammas = settings.gammas
 
     def ensemble(gamma: float, m: int) -> Ensemble:
-        return stability.ensemble(settings, gamma, settings.tau0, m, lab.seed, lab.device, settings.step)
+        return stability.make_ensemble(settings, gamma, settings.tau0, m, simulator.seed, simulator.device, settings.step)
 
     jobs: dict[Any, Any] = {
-        (m, g, face): partial(stopping_times, ensemble(g, m), face) for m in lab.counts for g in gammas for face in FACES
+        (m, g, face): partial(simulate_stopping_times, ensemble(g, m), face)
+        for m in simulator.token_counts
+        for g in gammas
+        for face in FACES
     }
     every = {"network": 1, "sde": max(1, round(FRAME / settings.step))}
     few = {
-        ("paths", g, face): partial(largest_eigenvalues, replace(ensemble(g, lab.tokens), samples=settings.paths, record=every[face]), face)
+        ("paths", g, face): partial(
+            simulate_largest_eigenvalues, replace(ensemble(g, simulator.tokens), samples=settings.paths, record=every[face]), face
+        )
         for g in settings.drawn
         for face in FACES
     }
-    found = lab.run(jobs | few)
+    found = simulator.run(jobs | few)
     claims, arrays = (
         [],
         {"gamma": np.array(gammas), "drawn": np.array(settings.drawn), "bounds": np.array([settings.lower, settings.upper])},
     )
-    for m in lab.counts:
-        medians = {face: np.array([median(found[m, g, face], lab.seed) for g in gammas]) for face in FACES}
+    for m in simulator.token_counts:
+        medians = {face: np.array([estimate_median(found[m, g, face], simulator.seed) for g in gammas]) for face in FACES}
         network = medians["network"]
         why, why_sde = (TWO_TOKENS, SURVIVORS) if m == 2 else ("", "")
         words = f"the median stopping time falls as γ grows; its largest rise {NEXT}"
         first, low, high = network[0]
-        fold = ratio(found[m, gammas[0], "sde"], found[m, gammas[-1], "sde"], lab.seed)
+        fold = ratio(found[m, gammas[0], "sde"], found[m, gammas[-1], "sde"], simulator.seed)
         claims += [
-            row("fig5.rise", m, f"network: {words}", *largest_rise(network), at_most=SLACK, why=why),
-            row(
+            judge("fig5.rise", m, f"network: {words}", *find_largest_rise(network), at_most=SLACK, why=why),
+            judge(
                 "fig5.fall",
                 m,
                 "network: its fall from the smallest to the largest γ",
@@ -92,11 +107,11 @@ def compute(settings: Settings, lab: Lab) -> Result:
                 at_least=FALL,
                 why=why,
             ),
-            row("fig5.stable", m, "network: at the smallest γ the median is the cap", first, (low, high), at_least=STABLE),
-            row("fig5.sde.rise", m, f"SDE: {words}", *largest_rise(medians["sde"]), at_most=SLACK, why=why_sde),
-            row("fig5.sde.fall", m, "SDE: median at the smallest γ over that at the largest", *fold, at_least=SDE_FALL, why=why_sde),
+            judge("fig5.stable", m, "network: at the smallest γ the median is the cap", first, (low, high), at_least=STABLE),
+            judge("fig5.sde.rise", m, f"SDE: {words}", *find_largest_rise(medians["sde"]), at_most=SLACK, why=why_sde),
+            judge("fig5.sde.fall", m, "SDE: median at the smallest γ over that at the largest", *fold, at_least=SDE_FALL, why=why_sde),
         ]
-        if m == lab.tokens:
+        if m == simulator.tokens:
             for face in FACES:
                 arrays[f"median_{face}"] = medians[face]
                 arrays[f"tenth_{face}"] = np.array([np.percentile(found[m, g, face], 10) for g in gammas])
@@ -114,18 +129,19 @@ def ratio(early: np.ndarray, late: np.ndarray, seed: int) -> tuple[float, tuple[
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from matplotlib.lines import Line2D
 
-    from shaped.figures.harness.style import BLACK, BLUE, LINES, line_key, sheet, steps_of
+    from shaped.figures.harness.style import BLACK, BLUE, LINES, draw_line_key, make_panels, pick_ordered_colours
 
-    figure, (paths, times) = sheet(2)
+    figure, (paths, times) = make_panels(2)
     drawn = arrays["drawn"]
-    for gamma, colour in zip(drawn, steps_of(len(drawn)), strict=True):
+    colours = pick_ordered_colours(len(drawn))
+    for gamma, colour in zip(drawn, colours, strict=True):
         for face in LINES:
             values = arrays[f"eigenvalues_{gamma:g}_{face}"]
             paths.plot(np.linspace(0.0, CAP, len(values)), values, LINES[face], color=colour, linewidth=0.8)
     for bound in arrays["bounds"][1:]:
         paths.axhline(bound, color=BLACK, linestyle=":", linewidth=0.8)
-    keys = [Line2D([], [], color=colour, label=rf"$\gamma={gamma:g}$") for gamma, colour in zip(drawn, steps_of(len(drawn)), strict=True)]
-    line_key(paths, loc="lower center")
+    keys = [Line2D([], [], color=colour, label=rf"$\gamma={gamma:g}$") for gamma, colour in zip(drawn, colours, strict=True)]
+    draw_line_key(paths, loc="lower center")
     paths.legend(handles=keys, loc="lower right")
     paths.set(xlabel=r"$t=\ell/n$", ylabel=r"$\lambda_{\max}(V_\ell)$", yscale="log", xlim=(0, CAP), ylim=(15, None))
     for face in LINES:

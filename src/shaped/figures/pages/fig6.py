@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shaped.figures.harness.claims import mean_interval, row
-from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.harness.claims import judge, mean_interval
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared import runs
+from shaped.nn.diagnostics import QUANTITIES
 from shaped.train.tables import entropy_curves
 
 if TYPE_CHECKING:
@@ -23,20 +25,20 @@ SHOWS = (
 )
 LAYERS, MODELS = (1, 7), ("recover", "preln")
 COLLAPSED, LARGE = 0.5, 1e-3
-"""Nats below which attention is taken to be a point mass (a tenth of the entropy of 128 tokens), and the caption's large learning rate."""
+"""Below this entropy, in nats, attention counts as a point mass: a tenth of log 128. And the learning rate that the caption calls large."""
 
 
 def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
-    return runs.settings(places)
+    return runs.hash_runs(places)
 
 
-def compute(settings: runs.Settings, lab: Lab) -> Result:
-    found = runs.read(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and entropy_curves([run], LAYERS))
-    curves = grid(entropy_curves(found, LAYERS))
-    return Result(arrays_of(curves), claims(curves))
+def compute(settings: runs.Settings, simulator: Simulator) -> Result:
+    found = runs.read_runs(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and entropy_curves([run], LAYERS))
+    curves = select_recipes(entropy_curves(found, LAYERS))
+    return Result(to_arrays(curves), judge_curves(curves))
 
 
-def arrays_of(curves: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def to_arrays(curves: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for i, curve in enumerate(curves):
         key = f"{curve['name']}_{curve['layer']}_{curve['lr']:g}_{i}"
@@ -45,9 +47,9 @@ def arrays_of(curves: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def grid(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each model the recipe that was run at the most learning rates: what else was tried is another question."""
-    chosen = []
+def select_recipes(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each model the curves of one recipe: the one that was run at the most learning rates."""
+    selected = []
     for model in MODELS:
         rates: dict[str, set[float]] = {}
         for curve in curves:
@@ -55,17 +57,17 @@ def grid(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 rates.setdefault(curve["recipe"], set()).add(curve["lr"])
         if rates:
             recipe = max(rates, key=lambda one: len(rates[one]))
-            chosen += [curve for curve in curves if (curve["name"], curve["recipe"]) == (model, recipe)]
-    return chosen
+            selected += [curve for curve in curves if (curve["name"], curve["recipe"]) == (model, recipe)]
+    return selected
 
 
-def claims(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At each learning rate that is as large as the caption's: the mean over seeds of the last entropy, with its 95 % interval.
+def judge_curves(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each learning rate from LARGE on: the mean over seeds of the last entropy, with its 95 % interval.
 
-    As in table1, one seed proves nothing, and runs of the same seed count as one, with their mean. Of runs that came to their end, and
-    where they were to have several numbers of steps, of those that were to have the most.
+    As in table1, one seed proves nothing, and runs of the same seed count as one, with their mean. Only runs that ended count, and of
+    those only the runs that were planned with the most steps.
     """
-    made = []
+    claims = []
     for layer in LAYERS:
         for model, words in (("preln", "Pre-LN: the entropy collapses"), ("recover", "Recover: it does not")):
             here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["ended"]]
@@ -79,21 +81,21 @@ def claims(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 bound: dict[str, Any] = {"at_most": COLLAPSED} if model == "preln" else {"at_least": COLLAPSED}
                 claim = f"layer {layer}, learning rate {rate:g}: {words}; nats at the last step"
                 id = f"fig6.{model}.layer{layer}.lr{rate:g}"
-                made.append(row(id, None, claim, value, interval, **bound))
-    return made
+                claims.append(judge(id, None, claim, value, interval, **bound))
+    return claims
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    from shaped.figures.harness.style import WIDE, steps_of
+    from shaped.figures.harness.style import WIDE, pick_ordered_colours
 
     figure = Figure(figsize=(WIDE, 4.4), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     keys = [name.removesuffix("_steps") for name in arrays if name.endswith("_steps")]
     rates = sorted({float(key.split("_")[2]) for key in keys})
-    colours = dict(zip(rates, steps_of(len(rates)), strict=True))
+    colours = dict(zip(rates, pick_ordered_colours(len(rates)), strict=True))
     for row_of, model in zip(panels, MODELS, strict=True):
         for axes, layer in zip(row_of, LAYERS, strict=True):
             for key in keys:
@@ -110,5 +112,5 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     for axes in panels[1]:
         axes.set_xlabel("step")
     for axes in panels[:, 0]:
-        axes.set(ylabel="entropy (nats)", ylim=(0, None))
+        axes.set(ylabel=QUANTITIES["entropy"].label, ylim=(0, None))
     return figure

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared import laws
 from shaped.layers import ShapedAttention
 
@@ -18,19 +19,19 @@ SHOWS = "Density of the covariance of two tokens at the last layer, for shaped a
 settings = laws.settings
 
 
-def compute(settings: laws.Settings, lab: Lab) -> Result:
-    found = lab.run(laws.law_jobs("attention", settings, ShapedAttention(settings.gamma, settings.tau0), lab))
+def compute(settings: laws.Settings, simulator: Simulator) -> Result:
+    found = simulator.run(laws.make_law_jobs("attention", settings, ShapedAttention(settings.gamma, settings.tau0), simulator))
     claims = [
-        *laws.pair_claims("fig7.law", "the SDE describes shaped attention", "V", found, "attention", lab),
-        *laws.pair_claims("fig7.correlation", "the SDE describes shaped attention", "rho", found, "attention", lab),
+        *laws.judge_pairs("fig7.law", "the SDE describes shaped attention", "V", found, "attention", simulator),
+        *laws.judge_pairs("fig7.correlation", "the SDE describes shaped attention", "rho", found, "attention", simulator),
     ]
-    return Result(laws.drawn_densities("V", found, "attention", lab), claims)
+    return Result(laws.estimate_densities("V", found, "attention", simulator), claims)
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import NARROW, densities_panel, sheet
+    from shaped.figures.harness.style import NARROW, draw_densities, make_panels
 
-    figure, (axes,) = sheet(1, NARROW)
-    densities_panel(axes, arrays, "V", r"$V^{\alpha\beta}_d$")
+    figure, (axes,) = make_panels(1, NARROW)
+    draw_densities(axes, arrays, "V", r"$V^{\alpha\beta}_d$")
     axes.legend(loc="upper right")
     return figure

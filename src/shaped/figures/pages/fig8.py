@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shaped.figures.harness.claims import row
-from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.harness.claims import judge
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared import stability
-from shaped.figures.shared.stability import EDGE, NEXT, SLACK, TWO_TOKENS, difference, largest_rise, median, stopping_times
+from shaped.figures.shared.stability import (
+    EDGE,
+    NEXT,
+    SLACK,
+    TWO_TOKENS,
+    difference,
+    estimate_median,
+    find_largest_rise,
+    simulate_stopping_times,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,37 +48,43 @@ def settings(scale: str) -> Settings:
     return SCALES[scale]
 
 
-def line_of_medians(settings: Settings, tau0: float, m: int, seed: int, device: str) -> np.ndarray:
+def simulate_medians(settings: Settings, tau0: float, m: int, seed: int, device: str) -> np.ndarray:
     """Medians with their intervals at one tau0, [gamma, 3]."""
-    times = (stopping_times(stability.ensemble(settings, gamma, tau0, m, seed, device), "network") for gamma in settings.gammas)
-    return np.array([median(drawn, seed) for drawn in times])
+    times = (
+        simulate_stopping_times(stability.make_ensemble(settings, gamma, tau0, m, seed, device), "network") for gamma in settings.gammas
+    )
+    return np.array([estimate_median(drawn, seed) for drawn in times])
 
 
-def compute(settings: Settings, lab: Lab) -> Result:
-    found = lab.run(
-        {(m, tau0): partial(line_of_medians, settings, tau0, m, lab.seed, lab.device) for m in lab.counts for tau0 in settings.tau0s}
+def compute(settings: Settings, simulator: Simulator) -> Result:
+    found = simulator.run(
+        {
+            (m, tau0): partial(simulate_medians, settings, tau0, m, simulator.seed, simulator.device)
+            for m in simulator.token_counts
+            for tau0 in settings.tau0s
+        }
     )
     claims = []
-    for m in lab.counts:
+    for m in simulator.token_counts:
         grid = np.stack([found[m, tau0] for tau0 in settings.tau0s])
         why = TWO_TOKENS if m == 2 else EDGE
-        along_gamma = max((largest_rise(line) for line in grid), key=lambda entry: entry[1][1])
-        along_tau0 = max((largest_rise(grid[::-1, k]) for k in range(len(settings.gammas))), key=lambda entry: entry[1][1])
+        along_gamma = max((find_largest_rise(line) for line in grid), key=lambda entry: entry[1][1])
+        along_tau0 = max((find_largest_rise(grid[::-1, k]) for k in range(len(settings.gammas))), key=lambda entry: entry[1][1])
         by_gamma, by_tau0 = difference(grid[0, 0], grid[0, -1]), difference(grid[-1, -1], grid[0, -1])
         claims += [
-            row("fig8.gamma", m, f"at every τ0 the median falls as γ grows; largest rise {NEXT}", *along_gamma, at_most=SLACK, why=why),
-            row("fig8.tau0", m, f"at every γ it grows with τ0; largest fall {NEXT}", *along_tau0, at_most=SLACK),
-            row("fig8.gamma.gain", m, "at the smallest τ0, what the smallest γ adds to the median", *by_gamma, at_least=GAIN, why=why),
-            row("fig8.tau0.gain", m, "at the largest γ, what the largest τ0 adds to the median", *by_tau0, at_least=GAIN, why=why),
+            judge("fig8.gamma", m, f"at every τ0 the median falls as γ grows; largest rise {NEXT}", *along_gamma, at_most=SLACK, why=why),
+            judge("fig8.tau0", m, f"at every γ it grows with τ0; largest fall {NEXT}", *along_tau0, at_most=SLACK),
+            judge("fig8.gamma.gain", m, "at the smallest τ0, what the smallest γ adds to the median", *by_gamma, at_least=GAIN, why=why),
+            judge("fig8.tau0.gain", m, "at the largest γ, what the largest τ0 adds to the median", *by_tau0, at_least=GAIN, why=why),
         ]
-    grid = np.stack([found[lab.tokens, tau0][:, 0] for tau0 in settings.tau0s])
+    grid = np.stack([found[simulator.tokens, tau0][:, 0] for tau0 in settings.tau0s])
     return Result({"gamma": np.array(settings.gammas), "tau0": np.array(settings.tau0s), "median": grid}, claims)
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import NARROW, sheet
+    from shaped.figures.harness.style import NARROW, make_panels
 
-    figure, (axes,) = sheet(1, NARROW, 2.6)
+    figure, (axes,) = make_panels(1, NARROW, 2.6)
     values = arrays["median"]
     image = axes.imshow(values, origin="lower", aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
     for (i, k), value in np.ndenumerate(values):

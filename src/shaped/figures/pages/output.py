@@ -1,4 +1,4 @@
-"""Output: beyond the paper's figures, the law of what the network puts out."""
+"""Output: beyond the paper's figures, the law of the network's output."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from jaxtyping import Float
 
 from shaped.compare import distances
 from shaped.covariance import equicorrelated, factor
-from shaped.figures.harness.claims import Row, agreement, separation
-from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.harness.claims import Row, judge_agreement, judge_separation
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared import laws
 from shaped.figures.shared.density import joint_densities, pairs
-from shaped.figures.shared.ensembles import EXPLODED, FACES, Ensemble, ensemble_at
+from shaped.figures.shared.ensembles import EXPLODED, FACES, Ensemble, make_ensemble
 from shaped.finite import TokenSteps
 from shaped.layers.base import Sizes
 from shaped.randomness import Stream
@@ -47,8 +48,8 @@ def settings(scale: str) -> Settings:
     return SCALES[scale]
 
 
-def of_network(networks: Ensemble, outputs: int, block: int) -> Output:
-    """X_d W_out/sqrt(n) of networks drawn with their tokens; those that explode are left out."""
+def simulate_network_outputs(networks: Ensemble, outputs: int, block: int) -> Output:
+    """Simulates networks with explicit tokens; returns X_d W_out/sqrt(n) of those that do not explode."""
     sizes, device = Sizes(networks.n), torch.device(networks.device)
     stream = Stream(networks.seed, block, kind="output", dtype=torch.float32, device=device)
     process = TokenSteps(networks.layer, sizes)
@@ -60,41 +61,42 @@ def of_network(networks: Ensemble, outputs: int, block: int) -> Output:
     return out[V.diagonal(dim1=-2, dim2=-1).amax(-1) < EXPLODED].double().cpu().numpy()
 
 
-def of_limit(limit: Ensemble, outputs: int) -> Output:
-    paths = limit.limit()
+def simulate_limit_outputs(limit: Ensemble, outputs: int) -> Output:
+    """Simulates the SDE; returns one draw of N(0, V_T ⊗ I) for each path that did not stop."""
+    paths = limit.simulate_limit()
     V = paths.V[-1].cpu()[paths.stopped > paths.t[-1]]
-    return gaussian(V, outputs, limit.seed)
+    return draw_gaussian(V, outputs, limit.seed)
 
 
-def gaussian(V: torch.Tensor, outputs: int, seed: int) -> Output:
+def draw_gaussian(V: torch.Tensor, outputs: int, seed: int) -> Output:
     """N(0, V ⊗ I), one draw for each V."""
     normals = np.random.default_rng(seed).standard_normal((len(V), V.shape[-1], outputs))
     return factor(V).numpy() @ normals
 
 
-def compute(settings: Settings, lab: Lab) -> Result:
-    layer = laws.transformer(settings)
+def compute(settings: Settings, simulator: Simulator) -> Result:
+    layer = laws.make_transformer(settings)
     jobs: dict[Any, Any] = {}
-    for m in lab.counts:
-        whole = ensemble_at(settings, layer, m, lab, step=settings.step, samples=settings.law_samples(m, lab))
-        blocks = parts(whole)
-        jobs |= {(m, "network", i): partial(of_network, part, settings.outputs, i) for i, part in enumerate(blocks)}
-        jobs[m, "sde", 0] = partial(of_limit, whole, settings.outputs)
-    found = lab.run(jobs)
+    for m in simulator.token_counts:
+        whole = make_ensemble(settings, layer, m, simulator, step=settings.step, samples=settings.law_samples(m, simulator))
+        blocks = split(whole)
+        jobs |= {(m, "network", i): partial(simulate_network_outputs, part, settings.outputs, i) for i, part in enumerate(blocks)}
+        jobs[m, "sde", 0] = partial(simulate_limit_outputs, whole, settings.outputs)
+    found = simulator.run(jobs)
     claims, arrays = [], {}
-    for m in lab.counts:
+    for m in simulator.token_counts:
         samples = {face: np.concatenate([out for (tokens, kind, _), out in found.items() if (tokens, kind) == (m, face)]) for face in FACES}
         V0 = equicorrelated(m, settings.rho).expand(len(samples["network"]), -1, -1)
-        samples["wide"] = gaussian(V0, settings.outputs, lab.seed + 1)
-        claims += output_claims(m, samples, lab.seed)
-        if m == lab.tokens:
+        samples["wide"] = draw_gaussian(V0, settings.outputs, simulator.seed + 1)
+        claims += judge_outputs(m, samples, simulator.seed)
+        if m == simulator.tokens:
             arrays = joint_densities("entry", {name: entries(X).ravel() for name, X in samples.items()})
             arrays |= joint_densities("product", {name: products(X).ravel() for name, X in samples.items()})
     return Result(arrays, claims)
 
 
-def parts(whole: Ensemble, size: int = 256) -> list[Ensemble]:
-    """The same in pieces, which several processes can share; their number and sizes depend on nothing else."""
+def split(whole: Ensemble, size: int = 256) -> list[Ensemble]:
+    """The ensemble in pieces for several processes. The pieces do not depend on the number of processes, so the numbers do not either."""
     return [replace(whole, samples=min(size, whole.samples - first)) for first in range(0, whole.samples, size)]
 
 
@@ -107,23 +109,23 @@ def products(X: Output) -> Float[np.ndarray, "sample number"]:
     return pairs(np.einsum("sao,sbo->soab", X, X)).reshape(len(X), -1)
 
 
-def output_claims(m: int, samples: dict[str, Output], seed: int) -> list[Row]:
+def judge_outputs(m: int, samples: dict[str, Output], seed: int) -> list[Row]:
     rng = np.random.default_rng(seed)
     one, _ = distances(entries(samples["network"]), entries(samples["sde"]), RESAMPLES, rng)
     two, _ = distances(products(samples["network"]), products(samples["sde"]), RESAMPLES, rng)
     wide, _ = distances(entries(samples["network"]), entries(samples["wide"]), RESAMPLES, rng)
     words = f"the output is N(0, V_T ⊗ I) with the SDE's V_T: {KS}"
     return [
-        agreement("output.entry", m, f"{words} an entry", one),
-        agreement("output.product", m, f"{words} the product of two tokens' entries", two),
-        separation("output.not-wide", m, f"it is not N(0, V_0 ⊗ I): {KS} an entry", wide),
+        judge_agreement("output.entry", m, f"{words} an entry", one),
+        judge_agreement("output.product", m, f"{words} the product of two tokens' entries", two),
+        judge_separation("output.not-wide", m, f"it is not N(0, V_0 ⊗ I): {KS} an entry", wide),
     ]
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import GREY, densities_panel, sheet
+    from shaped.figures.harness.style import GREY, draw_densities, make_panels
 
-    figure, panels = sheet(2)
+    figure, panels = make_panels(2)
     for axes, name, label in zip(
         panels,
         ("entry", "product"),
@@ -131,7 +133,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         strict=True,
     ):
         axes.plot(arrays[f"{name}_wide_grid"], arrays[f"{name}_wide_density"], "-.", color=GREY, label=r"$N(0, V_0 \otimes I)$")
-        densities_panel(axes, arrays, name, label)
+        draw_densities(axes, arrays, name, label)
     panels[1].set(yscale="log", ylim=(2e-2, None), xlim=(-2.2, 3))
     panels[0].legend(loc="upper right")
     return figure

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shaped.figures.harness.claims import row, student
-from shaped.figures.harness.jobs import Lab, NoData, Result
+from shaped.figures.harness.claims import judge, student
+from shaped.figures.harness.page import NoData, Result
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared import runs
 from shaped.train.run_records import Trained
 from shaped.train.tables import table1
@@ -30,7 +31,7 @@ WITHIN = 0.02
 
 
 def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
-    return runs.settings(places)
+    return runs.hash_runs(places)
 
 
 COLUMNS = {
@@ -50,17 +51,19 @@ COLUMNS = {
 }
 
 
-def compute(settings: runs.Settings, lab: Lab) -> Result:
-    found = runs.read(settings, "results of `shaped pretrain`", lambda run: run.metrics or run.result is not None)
+def compute(settings: runs.Settings, simulator: Simulator) -> Result:
+    found = runs.read_runs(settings, "results of `shaped pretrain`", lambda run: run.metrics or run.result is not None)
     rows = table1(run.result for run in found if run.result is not None)
     if not rows:
         raise NoData(f"runs must have been finished by `shaped pretrain`, got none that was in {', '.join(settings.runs)}")
-    table = runs.table(rows, COLUMNS)
-    numbers = {name: runs.numbers(rows, name) for name in ("depth", "steps", "test_loss", "test_loss_std", "paper")}
-    return Result(numbers | curves(found) | {"name": np.array([runs.label(line["name"]) for line in rows])}, claims(rows), table)
+    table = runs.make_table(rows, COLUMNS)
+    numbers = {name: runs.column(rows, name) for name in ("depth", "steps", "test_loss", "test_loss_std", "paper")}
+    return Result(
+        numbers | collect_curves(found) | {"name": np.array([runs.label(line["name"]) for line in rows])}, judge_losses(rows), table
+    )
 
 
-def curves(found: list[Trained]) -> dict[str, np.ndarray]:
+def collect_curves(found: list[Trained]) -> dict[str, np.ndarray]:
     """The test losses of the runs with the most steps, finished or not."""
     longest = max(run.settings["steps"] for run in found)
     arrays = {}
@@ -70,9 +73,9 @@ def curves(found: list[Trained]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each depth, number of steps, width, batch and text at which both were trained."""
-    made = []
+def judge_losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One claim for each depth, number of steps and task (width, batch, text) at which both Pre-LN and a shaped model were trained."""
+    claims = []
     places = sorted({(line["depth"], line["steps"], line["task"]) for line in rows})
     alike = Counter(place[:2] for place in places)
     for depth, steps, task in places:
@@ -80,7 +83,7 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         baseline = [line for line in here if line["name"] == "preln"]
         shaped = [line for line in here if line["name"] in ("recover", "learn", "fixed")]
         if baseline and shaped:
-            # One seed proves nothing, neither for nor against: where others have more, it is left out.
+            # One seed proves nothing: models with one seed are left out where others have more.
             several = [line for line in shaped if line["seeds"] > 1]
             best = min(several or shaped, key=lambda line: line["test_loss"])
             value = best["test_loss"] - baseline[0]["test_loss"]
@@ -90,12 +93,12 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             id = f"table1.d{depth}.s{steps}"
             if alike[depth, steps] > 1:  # of other text or another width
                 id += "." + hashlib.sha256(task.encode()).hexdigest()[:6]
-            made.append(row(id, None, claim, value, around(value, best, baseline[0]), at_most=WITHIN))
-    return made
+            claims.append(judge(id, None, claim, value, difference_interval(value, best, baseline[0]), at_most=WITHIN))
+    return claims
 
 
-def around(value: float, *lines: dict[str, Any]) -> tuple[float, float]:
-    """The 95 % interval of a difference of means over seeds; without an end where there is one seed."""
+def difference_interval(value: float, *lines: dict[str, Any]) -> tuple[float, float]:
+    """The 95 % interval of a difference of means over seeds; infinite if one of them has one seed."""
     if any(line["seeds"] < 2 for line in lines):
         return -math.inf, math.inf
     error = math.sqrt(sum(line["test_loss_std"] ** 2 / line["seeds"] for line in lines))
@@ -104,9 +107,9 @@ def around(value: float, *lines: dict[str, Any]) -> tuple[float, float]:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import BLACK, BLUE, COLOURS, GREY, ORANGE, sheet
+    from shaped.figures.harness.style import BLACK, BLUE, COLOURS, GREY, ORANGE, make_panels
 
-    figure, (left, right) = sheet(2, height=max(2.5, 1.1 + 0.28 * len(arrays["name"])))
+    figure, (left, right) = make_panels(2, height=max(2.5, 1.1 + 0.28 * len(arrays["name"])))
     colours = COLOURS | {"recover": BLUE, "learn": ORANGE}
     named = set()
     for key in (key for key in arrays if key.startswith("curve_")):

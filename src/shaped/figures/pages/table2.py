@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shaped.figures.harness.jobs import Lab, Result
+from shaped.figures.harness.page import Result
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared import runs
 from shaped.train.tables import table2
 
@@ -25,32 +26,32 @@ COLUMNS |= {"mean": "mean", "std": "± std", "seeds": "seeds", "paper": "paper"}
 
 
 def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
-    return runs.settings(places)
+    return runs.hash_runs(places)
 
 
-def compute(settings: runs.Settings, lab: Lab) -> Result:
-    rows = table2(runs.read(settings, "scores from `shaped glue`", lambda run: run.glue))
-    numbers = {name: runs.numbers(rows, name) for name in ("mean", "std", "paper")}
-    words = {"task": [line["task"] for line in rows], "name": labels(rows)}
-    return Result(numbers | {name: np.array(texts) for name, texts in words.items()}, [], runs.table(rows, COLUMNS))
+def compute(settings: runs.Settings, simulator: Simulator) -> Result:
+    rows = table2(runs.read_runs(settings, "scores from `shaped glue`", lambda run: run.glue))
+    numbers = {name: runs.column(rows, name) for name in ("mean", "std", "paper")}
+    words = {"task": [line["task"] for line in rows], "name": make_labels(rows)}
+    return Result(numbers | {name: np.array(texts) for name, texts in words.items()}, [], runs.make_table(rows, COLUMNS))
 
 
-def labels(rows: list[dict[str, Any]]) -> list[str]:
-    """Model and depth, and what else tells runs of the same model and depth apart."""
+def make_labels(rows: list[dict[str, Any]]) -> list[str]:
+    """Model and depth, and the settings in which runs of the same model and depth differ."""
 
-    def told(line: dict[str, Any]) -> list[str]:
+    def differences(line: dict[str, Any]) -> list[str]:
         alike = [other for other in rows if (other["name"], other["depth"]) == (line["name"], line["depth"])]
         differ = [key for key in ("steps", "lr", "gamma", "seed") if len({other[key] for other in alike}) > 1]
         return [f"{key} {line[key]:g}" for key in differ]
 
-    return [", ".join([runs.label(line["name"]), f"$d={line['depth']}$", *told(line)]) for line in rows]
+    return [", ".join([runs.label(line["name"]), f"$d={line['depth']}$", *differences(line)]) for line in rows]
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import BLACK, BLUE, sheet
+    from shaped.figures.harness.style import BLACK, BLUE, make_panels
 
     names = list(dict.fromkeys(arrays["name"]))
-    figure, panels = sheet(3, height=1.2 + 0.28 * len(names), sharey=True)
+    figure, panels = make_panels(3, height=1.2 + 0.28 * len(names), sharey=True)
     for axes, task in zip(panels, TASKS, strict=True):
         here = arrays["task"] == task
         at = np.array([len(names) - 1 - names.index(name) for name in arrays["name"][here]])

@@ -1,4 +1,4 @@
-"""Density estimates, made with the numbers so that drawing needs none."""
+"""Density estimates. They are computed with the other numbers, so that drawing computes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kernel_density(x: Float[np.ndarray, " sample"], grid: Float[np.ndarray, " po
 
 
 def correlation_density(rho: Float[np.ndarray, " sample"], grid: Float[np.ndarray, " point"]) -> Float[np.ndarray, " point"]:
-    """The same for correlations: estimated for artanh(rho), which has no ends, so that no mass leaks beyond -1 and 1."""
+    """Kernel density estimate of correlations: made for artanh(rho), which is unbounded, so that no mass leaks beyond -1 and 1."""
     inside = 1.0 - 1e-12
     z = np.arctanh(np.clip(grid, -inside, inside))
     return kernel_density(np.arctanh(np.clip(rho, -inside, inside)), z) / (1.0 - np.clip(grid, -inside, inside) ** 2)
@@ -32,7 +32,7 @@ def pairs(V: Float[np.ndarray, "*batch m m"]) -> Float[np.ndarray, "*batch pair"
 
 
 def joint_densities(name: str, samples: dict[str, Float[np.ndarray, " _"]], bins: int = 32) -> dict[str, np.ndarray]:
-    """`densities` of samples that are to be compared, over one range; keys are name_sample_…"""
+    """`densities` of several samples over one common range; keys are {name}_{sample}_…"""
     pooled = np.concatenate(list(samples.values()))
     return {key: array for which, x in samples.items() for key, array in densities(f"{name}_{which}", x, bins, pooled).items()}
 
@@ -40,9 +40,9 @@ def joint_densities(name: str, samples: dict[str, Float[np.ndarray, " _"]], bins
 def densities(
     name: str, x: Float[np.ndarray, " sample"], bins: int = 60, over: Float[np.ndarray, " other"] | None = None
 ) -> dict[str, np.ndarray]:
-    """Histogram and kernel density estimate over the range that holds 99 % of the values (of `over`, if given).
+    """Histogram and kernel density estimate over the range of the middle 99 % of the values, or of the values in `over`.
 
-    The name of a correlation starts with rho.
+    A name that starts with "rho" is a correlation: its range is (-1, 1).
     """
     over = x if over is None else over
     low, high = np.percentile(over, [0.5, 99.5]) if over.size else (0.0, 1.0)

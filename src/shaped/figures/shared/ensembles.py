@@ -1,4 +1,4 @@
-"""Samples of networks and of their limit at one setting, as jobs that any process can run."""
+"""Ensembles: random networks, and paths of their SDE, at one setting; their simulation as jobs for any process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shaped.covariance import equicorrelated
 from shaped.engine import Record
-from shaped.figures.harness.jobs import Lab
+from shaped.figures.harness.simulator import Simulator
 from shaped.finite import propagate
 from shaped.layers import Layer, PostLN, PreLN, ReLUFeedForward, ShapedAttention, ShapedFeedForward
 from shaped.layers.attention import Mask
@@ -23,8 +23,8 @@ from shaped.trajectory import Trajectory
 EXPLODED = 1e4  # a path with an eigenvalue that large is exploding (Fig. stability); it would drown every mean
 
 
-def models(gamma: float, mask: Mask = None) -> dict[str, Layer]:
-    """The Transformers that the paper holds against each other (Fig. rho_path_density, Fig. gradients)."""
+def make_models(gamma: float, mask: Mask = None) -> dict[str, Layer]:
+    """The Transformers that the paper compares (Fig. rho_path_density, Fig. gradients)."""
 
     def vanilla(gamma: float, lam: float | None = None) -> tuple[ShapedAttention, ReLUFeedForward]:
         attention = ShapedAttention(gamma, mask=mask, lam=lam, identity=False, centre=False, temperature=False)
@@ -51,7 +51,7 @@ class Ensemble:
     seed: int
     rho: float = 0.2
     variance: float = 1.0
-    alternating: bool = False  # every second of the equicorrelated tokens is turned round
+    alternating: bool = False  # every second token of V0 changes its sign
     step: float = 0.01  # of the SDE
     record: Record = "last"
     upper: float | None = EXPLODED
@@ -66,25 +66,25 @@ class Ensemble:
         return sign[:, None] * V0 * sign
 
     @property
-    def how(self) -> dict[str, Any]:
-        """What networks and SDE are simulated with alike."""
+    def options(self) -> dict[str, Any]:
+        """The options that `propagate` and `solve` share."""
         bounds = {"upper": self.upper, "lower": self.lower}
         return bounds | {"samples": self.samples, "seed": self.seed, "record": self.record, "device": self.device, "progress": False}
 
-    def network(self) -> Trajectory:
+    def simulate_network(self) -> Trajectory:
         dtype = torch.float32 if self.single else torch.float64
-        return propagate(self.layer, self.V0, n=self.n, d=self.d, dtype=dtype, **self.how)
+        return propagate(self.layer, self.V0, n=self.n, d=self.d, dtype=dtype, **self.options)
 
-    def limit(self) -> Trajectory:
+    def simulate_limit(self) -> Trajectory:
         T = self.d / self.n
-        return solve(self.layer, self.V0, T=T, steps=max(1, round(T / self.step)), **self.how)
+        return solve(self.layer, self.V0, T=T, steps=max(1, round(T / self.step)), **self.options)
 
-    def of(self, face: str) -> Trajectory:
-        return self.limit() if face == "sde" else self.network()
+    def simulate(self, face: str) -> Trajectory:
+        return self.simulate_limit() if face == "sde" else self.simulate_network()
 
 
 class Sized(Protocol):
-    """Settings of a figure that an ensemble can be made from."""
+    """Settings of a page that suffice for an ensemble."""
 
     @property
     def n(self) -> int: ...
@@ -96,30 +96,30 @@ class Sized(Protocol):
     def samples(self) -> int: ...
 
 
-def ensemble_at(settings: Sized, layer: Layer, m: int, lab: Lab, **more: Any) -> Ensemble:
-    """Of m tokens at a figure's settings; with fewer samples where m is not drawn."""
-    sizes = {"n": settings.n, "d": settings.d, "rho": settings.rho, "samples": lab.share(settings.samples, m)}
-    return Ensemble(layer=layer, m=m, seed=lab.seed, device=lab.device, **(sizes | more))
+def make_ensemble(settings: Sized, layer: Layer, m: int, simulator: Simulator, **more: Any) -> Ensemble:
+    """An ensemble of m tokens at a page's settings; with fewer samples where m is not drawn. `more` overrides fields."""
+    sizes = {"n": settings.n, "d": settings.d, "rho": settings.rho, "samples": simulator.sample_count(settings.samples, m)}
+    return Ensemble(layer=layer, m=m, seed=simulator.seed, device=simulator.device, **(sizes | more))
 
 
 FACES = ("network", "sde")
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def sampled(ensemble: Ensemble, face: str) -> Arrays:
-    """Recorded times, covariances and stopping times, as arrays."""
-    paths = ensemble.of(face)
+def simulate_arrays(ensemble: Ensemble, face: str) -> Arrays:
+    """Simulates; returns recorded times, covariances and stopping times, as arrays that survive pickling."""
+    paths = ensemble.simulate(face)
     return paths.t.numpy(), paths.V.cpu().numpy(), paths.stopped.numpy()
 
 
-def trajectory(arrays: Arrays) -> Trajectory:
+def to_trajectory(arrays: Arrays) -> Trajectory:
     t, V, stopped = map(torch.from_numpy, arrays)
     return Trajectory(t, V, stopped)
 
 
-def mean_pairs(ensemble: Ensemble, names: Sequence[str], absolute: bool) -> dict[str, np.ndarray]:
-    """ "rho" or "V" of each network at each recorded layer, averaged over the pairs of its tokens."""
-    paths = ensemble.network()
+def simulate_mean_pairs(ensemble: Ensemble, names: Sequence[str], absolute: bool) -> dict[str, np.ndarray]:
+    """Simulates networks; returns "rho" or "V" of each at each recorded layer, averaged over the pairs of its tokens."""
+    paths = ensemble.simulate_network()
     rows, columns = torch.triu_indices(ensemble.m, ensemble.m, 1)
     means = {}
     for name in names:
@@ -128,5 +128,6 @@ def mean_pairs(ensemble: Ensemble, names: Sequence[str], absolute: bool) -> dict
     return means | {"layer": np.rint(paths.t.numpy() * ensemble.n)}
 
 
-def jobs(ensemble: Ensemble) -> dict[str, partial[Arrays]]:
-    return {face: partial(sampled, ensemble, face) for face in FACES}
+def make_jobs(ensemble: Ensemble) -> dict[str, partial[Arrays]]:
+    """One job for the network and one for the SDE."""
+    return {face: partial(simulate_arrays, ensemble, face) for face in FACES}

@@ -1,4 +1,4 @@
-"""The law of the SDE against that of networks at the last layer: what figures 1 (right), 7 and masks have in common."""
+"""The law of the SDE against the law of networks, at the last layer: shared by fig1 (right), fig7, output and masks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 
 from shaped.compare import Sample, distances
-from shaped.figures.harness.claims import TOLERANCE, Row, agreement, row, separation
-from shaped.figures.harness.jobs import Lab
+from shaped.figures.harness.claims import TOLERANCE, Row, judge, judge_agreement, judge_separation
+from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared.density import joint_densities, pairs
-from shaped.figures.shared.ensembles import FACES, Arrays, ensemble_at, jobs, trajectory
+from shaped.figures.shared.ensembles import FACES, Arrays, make_ensemble, make_jobs, to_trajectory
 from shaped.layers import Layer, ShapedAttention, ShapedFeedForward
 from shaped.trajectory import Trajectory
 
@@ -32,11 +32,12 @@ class Settings:
     step: float = 0.01
     samples: int = 2**12
     law_tokens: int = 0
-    """Tokens of all networks behind a claim about a law: with the captions' samples an agreement within TOLERANCE cannot be proved."""
+    """Least number of tokens, over all networks, for a claim about a law. The captions' samples are too few to prove an agreement within
+    TOLERANCE."""
 
-    def law_samples(self, m: int, lab: Lab) -> int:
-        """Networks of m tokens behind a claim about their law. The more pairs of tokens a network has, the fewer networks it takes."""
-        return max(lab.share(self.samples, m), self.law_tokens // m)
+    def law_samples(self, m: int, simulator: Simulator) -> int:
+        """How many networks of m tokens to take for a claim about their law. More tokens give more pairs, so fewer networks suffice."""
+        return max(simulator.sample_count(self.samples, m), self.law_tokens // m)
 
 
 PROVING = 2**17  # law_tokens at the paper's scale
@@ -47,51 +48,51 @@ def settings(scale: str) -> Settings:
     return SCALES[scale]
 
 
-def transformer(settings: Settings) -> Layer:
+def make_transformer(settings: Settings) -> Layer:
     return ShapedAttention(settings.gamma, settings.tau0) >> ShapedFeedForward(settings.gamma)
 
 
-def law_jobs(name: str, settings: Settings, layer: Layer, lab: Lab) -> dict[Key, partial[Arrays]]:
-    made = {}
-    for m in lab.counts:
-        ensemble = ensemble_at(settings, layer, m, lab, step=settings.step, samples=settings.law_samples(m, lab), single=True)
-        made |= {(name, m, face): job for face, job in jobs(ensemble).items()}
-    return made
+def make_law_jobs(name: str, settings: Settings, layer: Layer, simulator: Simulator) -> dict[Key, partial[Arrays]]:
+    jobs = {}
+    for m in simulator.token_counts:
+        ensemble = make_ensemble(settings, layer, m, simulator, step=settings.step, samples=settings.law_samples(m, simulator), single=True)
+        jobs |= {(name, m, face): job for face, job in make_jobs(ensemble).items()}
+    return jobs
 
 
-def survivors(arrays: Arrays) -> Trajectory:
+def drop_stopped(arrays: Arrays) -> Trajectory:
     """The paths that did not stop before the last layer."""
-    paths = trajectory(arrays)
+    paths = to_trajectory(arrays)
     running = paths.stopped > paths.t[-1]
     return Trajectory(paths.t, paths.V[:, running], paths.stopped[running])
 
 
 def pair_entries(statistic: str, arrays: Arrays) -> Sample:
-    """ "rho" or "V" of every pair of tokens at the last layer."""
-    return pairs(getattr(survivors(arrays), statistic)[-1].numpy())
+    """Entries "rho" or "V" of every pair of tokens at the last layer, of the paths that did not stop."""
+    return pairs(getattr(drop_stopped(arrays), statistic)[-1].numpy())
 
 
-def law_row(id: str, m: int, claim: str, one: Sample, other: Sample, seed: int, at_least: float | None = None) -> Row:
-    """Whether two laws agree or, given `at_least`, are so far apart."""
+def judge_law(id: str, m: int, claim: str, one: Sample, other: Sample, seed: int, at_least: float | None = None) -> Row:
+    """Judges that two laws agree or, given `at_least`, that they differ by that much."""
     if min(len(one), len(other)) < 2:
         why = "one of them explodes before the last layer"
         if at_least is None:
-            return row(id, m, claim, 1.0, (1.0, 1.0), at_most=TOLERANCE, why=why)
-        return row(id, m, claim, 0.0, (0.0, 1.0), at_least=at_least, why=why)
+            return judge(id, m, claim, 1.0, (1.0, 1.0), at_most=TOLERANCE, why=why)
+        return judge(id, m, claim, 0.0, (0.0, 1.0), at_least=at_least, why=why)
     distance, _ = distances(one, other, RESAMPLES, np.random.default_rng(seed))
-    return agreement(id, m, claim, distance) if at_least is None else separation(id, m, claim, distance, at_least)
+    return judge_agreement(id, m, claim, distance) if at_least is None else judge_separation(id, m, claim, distance, at_least)
 
 
-def pair_claims(id: str, words: str, statistic: str, found: dict[Key, Arrays], name: str, lab: Lab) -> list[Row]:
-    """Whether the two laws of "rho" or "V", over all pairs of tokens, agree, for each number of tokens."""
+def judge_pairs(id: str, words: str, statistic: str, found: dict[Key, Arrays], name: str, simulator: Simulator) -> list[Row]:
+    """Judges for each number of tokens that network and SDE have the same law of "rho" or "V" over all pairs of tokens."""
     claim = f"{words}: Kolmogorov-Smirnov distance of the {TITLES[statistic]}s"
     rows = []
-    for m in lab.counts:
+    for m in simulator.token_counts:
         network, sde = (pair_entries(statistic, found[name, m, face]) for face in FACES)
-        rows.append(law_row(id, m, claim, network, sde, lab.seed))
+        rows.append(judge_law(id, m, claim, network, sde, simulator.seed))
     return rows
 
 
-def drawn_densities(statistic: str, found: dict[Key, Arrays], name: str, lab: Lab) -> dict[str, np.ndarray]:
-    """Histograms and density estimates for the number of tokens that is drawn."""
-    return joint_densities(statistic, {face: pair_entries(statistic, found[name, lab.tokens, face]).ravel() for face in FACES})
+def estimate_densities(statistic: str, found: dict[Key, Arrays], name: str, simulator: Simulator) -> dict[str, np.ndarray]:
+    """Histograms and density estimates of network and SDE, for the number of tokens that is drawn."""
+    return joint_densities(statistic, {face: pair_entries(statistic, found[name, simulator.tokens, face]).ravel() for face in FACES})

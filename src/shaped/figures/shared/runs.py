@@ -1,4 +1,4 @@
-"""What the pages that read finished training runs share: which files they read, and that these decide whether a page is made anew."""
+"""Finished training runs: shared by the pages that read them. Their hash is part of a page's settings, hence of its key in the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shaped.figures.harness.jobs import NoData
+from shaped.figures.harness.page import NoData
 from shaped.train.run_records import Trained, trained
 
 NAMES = {"recover": "Recover", "learn": "Learn", "fixed": "Fixed", "preln": "Pre-LN", "postln": "Post-LN", "vanilla": "vanilla"}
@@ -20,29 +20,29 @@ NAMES = {"recover": "Recover", "learn": "Learn", "fixed": "Fixed", "preln": "Pre
 
 @dataclass(frozen=True)
 class Settings:
-    """The runs, by folder or file and by the hash of what is in them."""
+    """The folders and files of the runs, and a hash of their content."""
 
     runs: tuple[str, ...]
     sha256: str
 
 
-def settings(places: tuple[Path, ...]) -> Settings:
+def hash_runs(places: tuple[Path, ...]) -> Settings:
     digest = hashlib.sha256()
     for run in trained(places):
         digest.update(json.dumps(asdict(run), sort_keys=True).encode())
     return Settings(tuple(map(str, places)), digest.hexdigest())
 
 
-def read(settings: Settings, what: str, having: Callable[[Trained], Any]) -> list[Trained]:
-    """The runs that have what a page needs; at least one."""
+def read_runs(settings: Settings, what: str, having: Callable[[Trained], Any]) -> list[Trained]:
+    """The runs for which `having` is true; NoData, which names `what`, if there is none."""
     found = [run for run in trained([Path(run) for run in settings.runs]) if having(run)]
     if not found:
         raise NoData(f"runs must have {what}, got none in {', '.join(settings.runs) or 'no folder or file'}")
     return found
 
 
-def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> dict[str, Any]:
-    """The rows for the report: by the columns' headings, with models by their names and nothing where a number is missing."""
+def make_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> dict[str, Any]:
+    """A table for the report: columns by key and heading, models by their printed names, None for a missing number."""
 
     def cell(name: str, value: Any) -> Any:
         if name == "name":
@@ -52,7 +52,7 @@ def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> dict[str, Any]
     return {"columns": list(columns.values()), "rows": [[cell(name, line[name]) for name in columns] for line in rows]}
 
 
-def numbers(rows: list[dict[str, Any]], name: str) -> np.ndarray:
+def column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([math.nan if line[name] is None else line[name] for line in rows], dtype=float)
 
 

@@ -1,4 +1,4 @@
-"""Stopping times of shaped attention from an adversarially large start: what figures 5 and 8 have in common."""
+"""Stopping times of shaped attention from an adversarially large start: shared by fig5 and fig8."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Settings:
     samples: int = 100
 
 
-def ensemble(settings: Settings, gamma: float, tau0: float, m: int, seed: int, device: str, step: float = 0.01) -> Ensemble:
+def make_ensemble(settings: Settings, gamma: float, tau0: float, m: int, seed: int, device: str, step: float = 0.01) -> Ensemble:
     return Ensemble(
         layer=ShapedAttention(gamma, tau0),
         m=m,
@@ -52,25 +52,25 @@ def ensemble(settings: Settings, gamma: float, tau0: float, m: int, seed: int, d
     )
 
 
-def stopping_times(ensemble: Ensemble, face: str) -> Float[np.ndarray, " sample"]:
-    """t* = d*/n, capped at 1 as in the paper."""
-    return np.minimum(ensemble.of(face).stopped.numpy(), CAP)
+def simulate_stopping_times(ensemble: Ensemble, face: str) -> Float[np.ndarray, " sample"]:
+    """Simulates; returns t* = d*/n of each path, capped at 1 as in the paper."""
+    return np.minimum(ensemble.simulate(face).stopped.numpy(), CAP)
 
 
-def median(times: Float[np.ndarray, " sample"], seed: int) -> tuple[float, float, float]:
+def estimate_median(times: Float[np.ndarray, " sample"], seed: int) -> tuple[float, float, float]:
     value, (low, high) = bootstrap_interval(times, lambda drawn: float(np.median(drawn)), seed)
     return value, low, high
 
 
-def largest_rise(medians: Float[np.ndarray, "step 3"]) -> tuple[float, tuple[float, float]]:
-    """The rise between neighbours that may be the largest, of medians with their intervals; 0 if there is none."""
+def find_largest_rise(medians: Float[np.ndarray, "step 3"]) -> tuple[float, tuple[float, float]]:
+    """Of medians with their intervals: the rise between neighbours whose interval reaches highest; 0 if all fall."""
     rises = [rise(before, after) for before, after in pairwise(medians)]
     value, (low, high) = max(rises, key=lambda entry: entry[1][1])
     return max(0.0, value), (max(0.0, low), max(0.0, high))
 
 
 def rise(before: Float[np.ndarray, " 3"], after: Float[np.ndarray, " 3"]) -> tuple[float, tuple[float, float]]:
-    """From one median to the next, independent of it: the reaches of their intervals add up as errors do."""
+    """From one median to the next. They are independent, so the half-widths of their intervals add in quadrature."""
     value = float(after[0] - before[0])
     down = float(np.hypot(after[0] - after[1], before[2] - before[0]))
     up = float(np.hypot(after[2] - after[0], before[0] - before[1]))
@@ -78,5 +78,5 @@ def rise(before: Float[np.ndarray, " 3"], after: Float[np.ndarray, " 3"]) -> tup
 
 
 def difference(more: Float[np.ndarray, " 3"], less: Float[np.ndarray, " 3"]) -> tuple[float, tuple[float, float]]:
-    """Of two medians with their intervals; its own is a little too wide, which is the safe side."""
+    """Of two medians with their intervals. Adding the intervals' ends makes its own interval too wide, which is conservative."""
     return more[0] - less[0], (more[1] - less[2], more[2] - less[1])
