@@ -347,7 +347,7 @@ def compare_gradients(made: Any, exact: Any, how: How, data: Batches) -> None:
     if how.compile == "blocks":
         written: Any = stepper.loss
         for block in written._run["blocks"]:
-            block.otherwise = None  # nothing but what is written
+            block.fallback = None  # nothing but the fused kernels
     for step in range(8):
         with torch.no_grad():
             for name, value in stepper.values().items():

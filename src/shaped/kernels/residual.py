@@ -1,0 +1,68 @@
+"""Residual branches, lam · x + gamma · branch, and the gradients of gains, which are sums over all entries.
+
+Each tensor is read and written once. Gradients of gains are deterministic: every program writes one term, and one launch adds the terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from shaped.kernels.gpu import launch
+
+BLOCK = 4096  # entries of a program
+
+
+def reference(x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor | None) -> Tensor:
+    """What `forward` computes, in plain PyTorch."""
+    return lam * x + (branch if gamma is None else gamma * branch)
+
+
+def forward(x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor | None) -> Tensor:
+    """lam · x + gamma · branch. Without gamma: lam · x + branch."""
+    from shaped.kernels.gpu.residual import residual_kernel
+
+    out = torch.empty_like(x)
+    launch(residual_kernel, count_programs(x), x, x, branch, lam, gamma, out, x.numel(), BLOCK, num_warps=8)
+    return out
+
+
+def backward(g: Tensor, x: Tensor, lam: Tensor, gamma: Tensor | None, lam_terms: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the branch; without gamma the second is g itself. The terms of lam's gradient go to `lam_terms`."""
+    from shaped.kernels.gpu.residual import residual_backward_kernel
+
+    dx, dbranch = torch.empty_like(g), g if gamma is None else torch.empty_like(g)
+    launch(residual_backward_kernel, count_programs(g), g, g, x, lam, gamma, dx, dbranch, lam_terms, g.numel(), BLOCK, num_warps=8)
+    return dx, dbranch
+
+
+def count_programs(x: Tensor) -> int:
+    """Programs that a launch over the entries of x has, which is also the number of terms they write."""
+    return -(-x.numel() // BLOCK)
+
+
+class GainTerms:
+    """A row of terms for each gain, and the sums of the rows, which are the gains' gradients.
+
+    Args:
+        sources: three times the names of gains and the number of terms that each of them has.
+    """
+
+    def __init__(self, sources: Sequence[tuple[Sequence[str], int]], device: torch.device):
+        names = [name for gains, _ in sources for name in gains]
+        self._counts = [count for _, count in sources]
+        self._ends = list(accumulate(len(gains) for gains, _ in sources))
+        self.terms = torch.empty(len(names), max(self._counts), device=device)
+        self.sums = self.terms.new_empty(len(names), 1)
+        self.terms_of = dict(zip(names, self.terms, strict=True))
+        self.sum_of = dict(zip(names, self.sums, strict=True))
+
+    def add_up(self) -> None:
+        """Writes `sums`: all rows in one launch."""
+        from shaped.kernels.gpu.residual import sum_rows_kernel
+
+        sizes = (self.terms.shape[1], *self._counts, *self._ends[:2], BLOCK)
+        launch(sum_rows_kernel, len(self.sums), self.sums, self.terms, self.sums, *sizes, num_warps=8)
