@@ -77,9 +77,9 @@ def test_a_layer_with_one_product_uses_it(shaped, monkeypatch):
     x = torch.randn(2, 5, 16, generator=generator(123), dtype=torch.float64)
     padding = torch.arange(5) < torch.tensor([5, 3])[:, None, None, None]
     expected, padded = attention(x), attention(x, padding)
-    together = matrix(16, 48, 1.0).double()
-    together.weight.data = torch.cat([layer.weight for layer in (attention.query, attention.key, attention.value)]).detach()
-    attention.join(together)
+    qkv = matrix(16, 48, 1.0).double()
+    qkv.weight.data = torch.cat([layer.weight for layer in (attention.query, attention.key, attention.value)]).detach()
+    attention.join(qkv)
     assert (attention(x) - expected).abs().max() < 1e-12
     calls = []
     monkeypatch.setattr(short_attention, "fits", lambda qkv, D: True)

@@ -29,7 +29,7 @@ class FusedBlock:
     def __call__(self, x: Tensor, mask: Tensor | None = None, attend: None = None, places: Tensor | None = None) -> Tensor:
         """Arguments as in `ShapedTransformerBlock.forward`."""
         block, attention, feedforward = self.block, self.block.attention, self.block.feedforward
-        if mask is not None or x.dtype != attention.output.weight.dtype or not attention.is_short(x):
+        if mask is not None or x.dtype != attention.output.weight.dtype or not attention.fits_short_kernel(x):
             return self.fallback(x, mask, attend, places)
         gamma1, gamma2 = attention.shaping()
         gains = Gains(
@@ -42,7 +42,7 @@ class FusedBlock:
             slope=feedforward.slope,
         )
         tensors = Block(
-            qkv=Matrix(attention.together.weight, attention.together.gradient),
+            qkv=Matrix(attention.qkv.weight, attention.qkv.gradient),
             output=Matrix(attention.output.weight, attention.output.gradient),
             pre=Matrix(feedforward.pre.weight, feedforward.pre.gradient),
             post=Matrix(feedforward.post.weight, feedforward.post.gradient),
@@ -68,7 +68,7 @@ def can_fuse(blocks: Sequence[nn.Module]) -> bool:
 def _can_fuse_one(block: ShapedTransformerBlock) -> bool:
     """Shaped attention with one product for q, k and v, the shaped ReLU, weights whose gradients are written in place."""
     attention, feedforward = block.attention, block.feedforward
-    matrices = (attention.together, attention.output, feedforward.pre, feedforward.post)
+    matrices = (attention.qkv, attention.output, feedforward.pre, feedforward.post)
     # The shaped ReLU, which has a slope, is the one activation that the kernels are written for.
     if attention.shaping is None or feedforward.slope is None or not all(isinstance(matrix, Product) for matrix in matrices):
         return False
