@@ -31,9 +31,9 @@ def check_short_attention(batch: int, m: int, heads: int, D: int, size: float = 
         exact1, exact2 = exact[1:] if shaped else (None, None)
         expected = short_attention.reference(exact[0], exact1, exact2, heads, scale)
         gradients = torch.autograd.grad(expected, exact, do.double())
-        out, lse = short_attention.forward(qkv, gamma1, gamma2, heads, scale)
+        out, lse = short_attention.attend(qkv, gamma1, gamma2, heads, scale)
         dgamma = torch.empty(2, lse.numel())
-        dqkv = short_attention.backward(do, qkv, lse, gamma1, gamma2, heads, scale, *(dgamma if shaped else ()))
+        dqkv = short_attention.attend_backward(do, qkv, lse, gamma1, gamma2, heads, scale, *(dgamma if shaped else ()))
         check_near(out, expected, f"short attention, m {m}, D {D}, shaped {shaped}")
         check_near(dqkv, gradients[0], f"its gradients, m {m}, D {D}, shaped {shaped}")
         for name, found, gradient in zip(("gamma1", "gamma2"), dgamma.sum(1, keepdim=True), gradients[1:], strict=False):
@@ -77,12 +77,12 @@ def check_relu_matmul(rows: int, width: int, hidden: int) -> None:
     expected, *gains = torch.autograd.grad(y, (exact_hidden, exact_gamma, exact_slope), g.double())
     for module in (relu_matmul, relu_matmul_hopper):
         for keep_hidden in (True, False):
-            activated, kept = module.forward(x, weight, slope, keep_hidden)
+            activated, kept = module.matmul_relu(x, weight, slope, keep_hidden)
             check_near(activated, exact_activated, f"{module.__name__}: activated")
             check_near(kept, exact_hidden if keep_hidden else exact_activated, f"{module.__name__}: hidden")
             terms = torch.zeros(2, module.count_programs(kept))
             slope_terms = terms[1] if keep_hidden else None
-            found = module.backward(g, back, kept, not keep_hidden, slope, gamma, terms[0], slope_terms)
+            found = module.matmul_relu_backward(g, back, kept, not keep_hidden, slope, gamma, terms[0], slope_terms)
             check_near(found, expected, f"{module.__name__}: gradient")
             check_near(terms[0].sum(), gains[0][0], f"{module.__name__}: gradient of gamma")
             if keep_hidden:

@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 def reference(q: Tensor, k: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain, scale: float | None, causal: bool) -> Tensor:
     """What `attention` computes, in plain PyTorch, with the m x m matrices written out."""
-    m, k, v = q.shape[-2], *(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    B = q.new_zeros(m, m)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    B = q.new_zeros(q.shape[-2], q.shape[-2])
     if causal:
         B.masked_fill_(torch.ones_like(B, dtype=torch.bool).triu(1), -math.inf)
     plain = torch.softmax(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) + B, -1) @ v
@@ -165,11 +165,11 @@ def correct(
     blocks = -(-m // BLOCK)
     sums = x.new_empty((batch, x_heads, blocks, D), dtype=torch.float32)
     dgamma = x.new_empty((batch, x_heads, blocks, 2), dtype=torch.float32) if gains else None
-    launch(sum_blocks_kernel, batch * x_heads * blocks, x, x, sums, *x.stride(), x_heads, m, D, BLOCK, causal and transposed, num_warps=2)
+    sizes = (x_heads, m, D, BLOCK, causal and transposed)
+    launch(sum_blocks_kernel, batch * x_heads * blocks, x, sums, *x.stride(), *sizes, on=x, num_warps=2)
     launch(
         correct_kernel,
         batch * heads * blocks,
-        x,
         y,
         out,
         x,
@@ -194,6 +194,7 @@ def correct(
         causal,
         transposed,
         gains,
+        on=x,
         num_warps=4,
     )
     return None if dgamma is None else dgamma.sum((0, 2))

@@ -81,7 +81,7 @@ def reference(x: Tensor, places: Tensor | None, block: Block, *gains: Tensor) ->
 
 
 def choose_relu_matmul(x: Tensor, weight: Tensor) -> Any:
-    """The module whose `forward` and `backward` are faster for these."""
+    """The module whose `matmul_relu` and `matmul_relu_backward` are faster for these."""
     return relu_matmul_hopper if relu_matmul_hopper.fits(x, weight) else relu_matmul
 
 
@@ -97,18 +97,18 @@ class BlockFunction(torch.autograd.Function):
         x = x.contiguous()
         rows = x.flatten(0, -2)
         qkv = torch.mm(rows, block.qkv.weight.t()).unflatten(0, x.shape[:-1])
-        mixed, lse = short_attention.forward(qkv, own.gamma1, own.gamma2, block.heads, block.scale, own.gamma_attention)
+        mixed, lse = short_attention.attend(qkv, own.gamma1, own.gamma2, block.heads, block.scale, own.gamma_attention)
         mixed, tokens, kept = mixed.flatten(0, -2), rows, None
         if places is not None:
             kept = (places + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]).flatten()
             mixed, tokens = mixed.index_select(0, kept), rows.index_select(0, kept)
-        middle = residual.forward(tokens, torch.mm(mixed, block.output.weight.t()), own.lam_attention, None)
+        middle = residual.add_branch(tokens, torch.mm(mixed, block.output.weight.t()), own.lam_attention, None)
         relu = choose_relu_matmul(middle, block.pre.weight)
-        activated, hidden = relu.forward(middle, block.pre.weight, own.slope, keep_hidden=learned.slope)
+        activated, hidden = relu.matmul_relu(middle, block.pre.weight, own.slope, keep_hidden=learned.slope)
         branch = torch.mm(activated, block.post.weight.t())
         ctx.block = block
         ctx.save_for_backward(rows, qkv, lse, kept, mixed, tokens, middle, hidden, activated, *gains)
-        return residual.forward(middle, branch, own.lam_feedforward, own.gamma_feedforward).unflatten(0, (len(x), -1))
+        return residual.add_branch(middle, branch, own.lam_feedforward, own.gamma_feedforward).unflatten(0, (len(x), -1))
 
     @staticmethod
     @once_differentiable
@@ -125,9 +125,9 @@ class BlockFunction(torch.autograd.Function):
 
             # The feed-forward branch. dx is the gradient past the branch; the product that leaves the branch is added to it in place.
             g = dy.contiguous().flatten(0, -2)
-            dx, dbranch = residual.backward(g, middle, own.lam_feedforward, own.gamma_feedforward, terms.lam_feedforward)
+            dx, dbranch = residual.add_branch_backward(g, middle, own.lam_feedforward, own.gamma_feedforward, terms.lam_feedforward)
             side_stream.write_weight_gradient(dbranch, activated, block.post.gradient)
-            dhidden = relu.backward(
+            dhidden = relu.matmul_relu_backward(
                 g, block.post.weight, hidden, not learned.slope, own.slope, own.gamma_feedforward, terms.gamma_feedforward, terms.slope
             )
             side_stream.write_weight_gradient(dhidden, middle, block.pre.gradient)
@@ -135,12 +135,12 @@ class BlockFunction(torch.autograd.Function):
 
             # The attention branch.
             g = dx
-            dx, _ = residual.backward(g, tokens, own.lam_attention, None, terms.lam_attention)
+            dx, _ = residual.add_branch_backward(g, tokens, own.lam_attention, None, terms.lam_attention)
             side_stream.write_weight_gradient(g, mixed, block.output.gradient)
             dmixed = torch.mm(g, block.output.weight)
             if kept is not None:
                 dx, dmixed = (torch.zeros_like(rows).index_add_(0, kept, part) for part in (dx, dmixed))
-            dqkv = short_attention.backward(
+            dqkv = short_attention.attend_backward(
                 dmixed, qkv, lse, own.gamma1, own.gamma2, block.heads, block.scale,
                 terms.gamma1, terms.gamma2, own.gamma_attention, terms.gamma_attention,
             ).flatten(0, -2)  # fmt: skip

@@ -13,23 +13,23 @@ from shaped.kernels.residual import BLOCK, count_programs
 
 
 def reference(x: Tensor, weight: Tensor, slope: Tensor) -> Tensor:
-    """What `forward` computes, in plain PyTorch."""
+    """What `matmul_relu` computes, in plain PyTorch."""
     hidden = x @ weight.mT
     return hidden.clamp(min=0.0) + slope * hidden.clamp(max=0.0)
 
 
-def forward(x: Tensor, weight: Tensor, slope: Tensor, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+def matmul_relu(x: Tensor, weight: Tensor, slope: Tensor, keep_hidden: bool) -> tuple[Tensor, Tensor]:
     """relu(x W') and, with `keep_hidden`, x W'; without it the first tensor twice."""
     from shaped.kernels.gpu.relu_matmul import relu_kernel
 
     hidden = torch.mm(x, weight.t())
     # In place, the tensor is still in the cache for the next product and for the backward pass.
     activated = torch.empty_like(hidden) if keep_hidden else hidden
-    launch(relu_kernel, count_programs(hidden), x, hidden, slope, activated, hidden.numel(), BLOCK, num_warps=8)
+    launch(relu_kernel, count_programs(hidden), hidden, slope, activated, hidden.numel(), BLOCK, on=x, num_warps=8)
     return activated, hidden
 
 
-def backward(
+def matmul_relu_backward(
     g: Tensor,
     weight: Tensor,
     hidden: Tensor,
@@ -48,5 +48,5 @@ def backward(
 
     dhidden = torch.mm(g, weight)
     arguments = (dhidden, hidden, slope, gamma, dhidden, gamma_terms, slope_terms, hidden.numel(), BLOCK, is_activated)
-    launch(relu_backward_kernel, count_programs(hidden), g, *arguments, num_warps=8)
+    launch(relu_backward_kernel, count_programs(hidden), *arguments, on=g, num_warps=8)
     return dhidden

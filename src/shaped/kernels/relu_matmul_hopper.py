@@ -23,8 +23,8 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype.itemsize == 2 and all(size % 8 == 0 for size in weight.shape) and is_hopper(x.device.index)
 
 
-def forward(x: Tensor, weight: Tensor, slope: Tensor, keep_hidden: bool) -> tuple[Tensor, Tensor]:
-    """As `relu_matmul.forward`."""
+def matmul_relu(x: Tensor, weight: Tensor, slope: Tensor, keep_hidden: bool) -> tuple[Tensor, Tensor]:
+    """As `relu_matmul.matmul_relu`."""
     from shaped.kernels.gpu.relu_matmul_hopper import relu_matmul_kernel
 
     activated = x.new_empty(len(x), len(weight))
@@ -33,11 +33,11 @@ def forward(x: Tensor, weight: Tensor, slope: Tensor, keep_hidden: bool) -> tupl
     count = min(count_programs(activated), 2 * count_multiprocessors(x.device))
     matrices = describe((x, (TILE, DEPTH)), (weight, (TILE, DEPTH)), (hidden, half), (activated, half))
     sizes = (*activated.shape, x.shape[1], TILE, DEPTH, GROUP, count)
-    launch(relu_matmul_kernel, count, x, *matrices, slope, *sizes, num_warps=4, num_stages=3)
+    launch(relu_matmul_kernel, count, *matrices, slope, *sizes, on=x, num_warps=4, num_stages=3)
     return activated, activated if hidden is None else hidden
 
 
-def backward(
+def matmul_relu_backward(
     g: Tensor,
     weight: Tensor,
     hidden: Tensor,
@@ -47,13 +47,13 @@ def backward(
     gamma_terms: Tensor | None,
     slope_terms: Tensor | None,
 ) -> Tensor:
-    """As `relu_matmul.backward`."""
+    """As `relu_matmul.matmul_relu_backward`."""
     from shaped.kernels.gpu.relu_matmul_hopper import relu_matmul_backward_kernel
 
     dhidden = torch.empty_like(hidden)
     matrices = describe((g, (TILE, DEPTH)), (weight, (DEPTH, TILE)), (hidden, (TILE, TILE)), (dhidden, (TILE, TILE)))
     arguments = (*matrices, slope, gamma, gamma_terms, slope_terms, *hidden.shape, g.shape[1], TILE, DEPTH, GROUP, is_activated)
-    launch(relu_matmul_backward_kernel, count_programs(hidden), g, *arguments, num_warps=8, num_stages=3, maxnreg=128)
+    launch(relu_matmul_backward_kernel, count_programs(hidden), *arguments, on=g, num_warps=8, num_stages=3, maxnreg=128)
     return dhidden
 
 

@@ -17,30 +17,31 @@ BLOCK = 4096  # entries of a program
 
 
 def reference(x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor | None) -> Tensor:
-    """What `forward` computes, in plain PyTorch."""
+    """What `add_branch` computes, in plain PyTorch."""
     return lam * x + (branch if gamma is None else gamma * branch)
 
 
-def forward(x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor | None) -> Tensor:
+def add_branch(x: Tensor, branch: Tensor, lam: Tensor, gamma: Tensor | None) -> Tensor:
     """lam · x + gamma · branch. Without gamma: lam · x + branch."""
     from shaped.kernels.gpu.residual import residual_kernel
 
     out = torch.empty_like(x)
-    launch(residual_kernel, count_programs(x), x, x, branch, lam, gamma, out, x.numel(), BLOCK, num_warps=8)
+    launch(residual_kernel, count_programs(x), x, branch, lam, gamma, out, x.numel(), BLOCK, on=x, num_warps=8)
     return out
 
 
-def backward(g: Tensor, x: Tensor, lam: Tensor, gamma: Tensor | None, lam_terms: Tensor | None) -> tuple[Tensor, Tensor]:
+def add_branch_backward(g: Tensor, x: Tensor, lam: Tensor, gamma: Tensor | None, lam_terms: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the branch; without gamma the second is g itself. The terms of lam's gradient go to `lam_terms`."""
     from shaped.kernels.gpu.residual import residual_backward_kernel
 
     dx, dbranch = torch.empty_like(g), g if gamma is None else torch.empty_like(g)
-    launch(residual_backward_kernel, count_programs(g), g, g, x, lam, gamma, dx, dbranch, lam_terms, g.numel(), BLOCK, num_warps=8)
+    arguments = (g, x, lam, gamma, dx, dbranch, lam_terms, g.numel(), BLOCK)
+    launch(residual_backward_kernel, count_programs(g), *arguments, on=g, num_warps=8)
     return dx, dbranch
 
 
 def count_programs(x: Tensor) -> int:
-    """Programs that a launch over the entries of x has, which is also the number of terms they write."""
+    """Programs of a launch over the entries of x. Each writes one term of each gain's gradient."""
     return -(-x.numel() // BLOCK)
 
 
@@ -48,7 +49,7 @@ class GainTerms:
     """A row of terms for each gain, and the sums of the rows, which are the gains' gradients.
 
     Args:
-        sources: three times the names of gains and the number of terms that each of them has.
+        sources: three pairs, each the names of the gains of one source and the number of terms that each of these gains has.
     """
 
     def __init__(self, sources: Sequence[tuple[Sequence[str], int]], device: torch.device):
@@ -65,4 +66,4 @@ class GainTerms:
         from shaped.kernels.gpu.residual import sum_rows_kernel
 
         sizes = (self.terms.shape[1], *self._counts, *self._ends[:2], BLOCK)
-        launch(sum_rows_kernel, len(self.sums), self.sums, self.terms, self.sums, *sizes, num_warps=8)
+        launch(sum_rows_kernel, len(self.sums), self.terms, self.sums, *sizes, on=self.sums, num_warps=8)

@@ -19,7 +19,7 @@ STAGES = 2  # chunks of features that are loaded ahead
 
 
 def reference(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gain: Tensor | None = None) -> Tensor:
-    """What `attention` and `forward` compute, in plain PyTorch."""
+    """What `attention` and `attend` compute, in plain PyTorch."""
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
     out = torch.softmax(q @ k.mT * scale, -1) @ v
     if gamma1 is not None and gamma2 is not None:
@@ -41,7 +41,7 @@ def attention(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: 
     return forward_op(qkv.contiguous(), gamma1, gamma2, heads, scale)[0]
 
 
-def forward(
+def attend(
     qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gain: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The tokens, times `gain`, and the base-2 log-normalisers of the softmax, [batch, heads, m]."""
@@ -50,11 +50,11 @@ def forward(
     batch, m, D, sizes = _read_sizes(qkv, heads)
     out, lse = qkv.new_empty(batch, m, heads * D), qkv.new_empty(batch, heads, m, dtype=torch.float32)
     arguments = (qkv, out, lse, gamma1, gamma2, gain, scale, heads, m, D, *sizes)
-    launch(short_attention_kernel, batch * heads, qkv, *arguments, **choose_launch_options(m))
+    launch(short_attention_kernel, batch * heads, *arguments, on=qkv, **choose_launch_options(m))
     return out, lse
 
 
-def backward(
+def attend_backward(
     do: Tensor,
     qkv: Tensor,
     lse: Tensor,
@@ -77,7 +77,7 @@ def backward(
     batch, m, D, sizes = _read_sizes(qkv, heads)
     dqkv = torch.empty_like(qkv)
     arguments = (do, qkv, lse, gamma1, gamma2, gain, dqkv, dgamma1, dgamma2, dgain, scale, heads, m, D, *sizes)
-    launch(short_attention_backward_kernel, batch * heads, qkv, *arguments, **choose_launch_options(m))
+    launch(short_attention_backward_kernel, batch * heads, *arguments, on=qkv, **choose_launch_options(m))
     return dqkv
 
 
@@ -104,7 +104,7 @@ BACKWARD = "(Tensor do, Tensor qkv, Tensor lse, Tensor? gamma1, Tensor? gamma2, 
 
 @torch.library.custom_op("shaped::short_attention", mutates_args=(), device_types="cuda", schema=FORWARD)
 def forward_op(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return forward(qkv, *arguments)
+    return attend(qkv, *arguments)
 
 
 @forward_op.register_fake
@@ -117,7 +117,7 @@ def _(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, sca
 def backward_op(do: Tensor, qkv: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *others, gains = arguments
     dgamma = qkv.new_empty((2, lse.numel()) if gains else (2, 0), dtype=torch.float32)
-    return backward(do.contiguous(), qkv, lse, *others, *(dgamma if gains else ())), dgamma
+    return attend_backward(do.contiguous(), qkv, lse, *others, *(dgamma if gains else ())), dgamma
 
 
 @backward_op.register_fake

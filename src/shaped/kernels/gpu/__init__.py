@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def launch(kernel: Any, programs: int, on: Tensor, *arguments: Any, **options: Any) -> None:
+def launch(kernel: Any, programs: int, *arguments: Any, on: Tensor, **options: Any) -> None:
     """Runs a Triton kernel on the GPU of the tensor `on`, which need not be the current one."""
     with torch.cuda.device_of(on):
         kernel[(programs,)](*arguments, **options)
