@@ -11,8 +11,8 @@ from shaped.hf import DiagnosticsCallback, ShapedConfig, ShapedForMaskedLM
 from shaped.hf.observation import Observation
 from shaped.nn.attention_hooks import register_attention_hook
 from shaped.nn.diagnostics import QUANTITIES, Source, quantity
+from shaped.testing.stats import generator
 from shaped.train.run.diagnostics import observe
-from stats import generator
 
 IDS = torch.randint(2, 40, (4, 12), generator=generator(11))
 

@@ -1,4 +1,4 @@
-"""The written block in Triton's interpreter, which wants to be asked for before Triton is imported: so in a process of its own."""
+"""The fused blocks of a model in Triton's interpreter, which must be enabled before Triton is imported: in a process of its own."""
 
 import copy
 from contextlib import nullcontext
@@ -7,16 +7,13 @@ from typing import Any
 import torch
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
-from shaped.kernels import short_attention as short
-from shaped.kernels.gpu import relu_matmul_hopper as bent_kernels
-from shaped.kernels.gpu import residual as block_kernels
-from shaped.train.step import fused_block as written_block
+from shaped.kernels import fused_block, relu_matmul, relu_matmul_hopper, short_attention
 from shaped.train.step.objectives import MaskedLoss
 from shaped.train.step.stepper import How, Stepper
 
-torch.cuda.device_of = lambda where: nullcontext()  # there is none
-short.fits = lambda x, D: True
-bent_kernels.multiprocessors = lambda device: 1
+torch.cuda.device_of = lambda tensor: nullcontext()  # there is no GPU
+short_attention.fits = lambda x, D: True
+relu_matmul_hopper.count_multiprocessors = lambda device: 1
 
 
 def check(schedule: str, train_gains: bool) -> None:
@@ -29,7 +26,7 @@ def check(schedule: str, train_gains: bool) -> None:
     twin: Any = stepper.twin
     blocks = MaskedLoss(twin, "blocks")._run["blocks"]
     for block in blocks:
-        block.otherwise = None  # nothing here is to be compiled
+        block.fallback = None  # nothing but the fused kernels
     exact: Any = copy.deepcopy(made).double()
     x, weight = (torch.randn(3, m, 48, generator=torch.Generator().manual_seed(m)) for m in (20, 4))
     places = torch.tensor([[0, 7, 19, 3], [4, 5, 6, 7], [19, 18, 1, 0]])  # the tokens that the last block is asked for
@@ -56,30 +53,9 @@ def near(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert error < 2e-5, f"{what}: {error}"
 
 
-def check_feed(rows: int, width: int, hidden: int) -> None:
-    """The product with the ReLU in it against the two of them, in tiles that do not fill."""
-    x, weight, back = (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-        for shape in ((rows, width), (hidden, width), (width, hidden))
-    )
-    slope, gamma = torch.tensor([0.3]), torch.tensor([0.7])
-    for keep in (True, False):
-        (bent, kept), (near_bent, near_kept) = (kernels.feed(x, weight, slope, keep) for kernels in (bent_kernels, block_kernels))
-        near(bent, near_bent, "bent")
-        near(kept, near_kept, "kept")
-        terms = [torch.zeros(2, kernels.programs(kept)) for kernels in (bent_kernels, block_kernels)]
-        found, expected = (
-            kernels.feed_backward(x, back, kept, not keep, slope, gamma, of[0], of[1] if keep else None)
-            for kernels, of in zip((bent_kernels, block_kernels), terms, strict=True)
-        )
-        near(found, expected, "gradient")
-        near(terms[0].sum(1), terms[1].sum(1), "terms")
-
-
-for kernels in (block_kernels, bent_kernels):
-    written_block.feeding = lambda x, weight, kernels=kernels: kernels
+for module in (relu_matmul, relu_matmul_hopper):
+    fused_block.choose_relu_matmul = lambda x, weight, module=module: module
     check("recover", True)
     check("learn", True)
     check("fixed", False)
-check_feed(1180, 72, 200)
 print("all near")

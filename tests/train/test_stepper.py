@@ -133,11 +133,11 @@ def test_bfloat16_follows_float32():
     assert losses[1] != losses[0]
     assert losses[0][-1] < losses[0][0] - 0.1
     twin = dict(stepper.twin.named_parameters())
-    assert twin["model.layers.0.block.attention.together.weight"].dtype == torch.bfloat16
+    assert twin["model.layers.0.block.attention.qkv.weight"].dtype == torch.bfloat16
     assert twin["model.layers.0.block.gamma_attention"].dtype == torch.float32
     values = stepper.values()
     attention = "model.layers.0.block.attention"
-    values[f"{attention}.together.weight"] = torch.cat([values[f"{attention}.{part}.weight"] for part in ("query", "key", "value")])
+    values[f"{attention}.qkv.weight"] = torch.cat([values[f"{attention}.{part}.weight"] for part in ("query", "key", "value")])
     for name in twin.keys() & values.keys():
         assert torch.equal(twin[name], values[name].to(twin[name].dtype))
     assert len(twin.keys() & values.keys()) > len(twin) - 3
@@ -254,7 +254,7 @@ def test_gradients_written_in_place_are_those_of_autograd(config: dict[str, Any]
     reference = copy.deepcopy(made)
     stepper = Stepper(made, MaskedLoss, How(CPU))
     twin: Any = stepper.twin
-    assert (twin.model.layers[0].block.attention.together is None) == (config.get("hidden_size") == 12)
+    assert (twin.model.layers[0].block.attention.qkv is None) == (config.get("hidden_size") == 12)
     chunk = batches().chunk(0, 1)
     stepper.run(chunk, plan(made))
     agree(stepper.gradients(), reference, MaskedLoss(reference)(*(tensor[0] for tensor in chunk)))
@@ -347,7 +347,7 @@ def compare_gradients(made: Any, exact: Any, how: How, data: Batches) -> None:
     if how.compile == "blocks":
         written: Any = stepper.loss
         for block in written._run["blocks"]:
-            block.otherwise = None  # nothing but what is written
+            block.fallback = None  # nothing but the fused kernels
     for step in range(8):
         with torch.no_grad():
             for name, value in stepper.values().items():

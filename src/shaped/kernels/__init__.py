@@ -1,1 +1,4 @@
-"""Fused operations for GPUs, each with its plain reference and the conditions under which it is used."""
+"""Fused operations for GPUs: one file an operation, with its plain PyTorch reference and the conditions for its use.
+
+The Triton sources are in `gpu/`. They are imported at the first launch, because importing Triton is slow and some systems do not have it.
+"""

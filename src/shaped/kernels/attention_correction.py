@@ -1,56 +1,56 @@
-"""Stock attention kernels with identity and centring in one pass after them, forward and backward, on GPUs with Triton.
+"""Shaped attention: a stock attention kernel, then identity and centring in one pass of our own.
 
-Left to autograd, the gradients of the values through the attention, the identity and the centring would each be written and then added.
-Here one autograd function holds the three. It calls the kernels that `scaled_dot_product_attention` would choose, cuDNN's or flash
-attention, and `kernels.correct` on their results.
+Autograd alone would write the gradients of the values through the attention, the identity and the centring one by one, and then add them.
+Here one autograd function holds all three. It calls the kernel that `scaled_dot_product_attention` would choose, cuDNN's or flash
+attention, and `correct` on its result.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shaped.kernels.availability import assume_constant, can_launch, is_ampere_or_later
+from shaped.kernels.gpu import launch
+
 Gain = float | Tensor
 
-TRITON = importlib.util.find_spec("triton") is not None
-CUDNN = 3  # SDPBackend.CUDNN_ATTENTION, as _fused_sdp_choice gives it
+BLOCK = 64  # tokens of a program
+CUDNN = 3  # SDPBackend.CUDNN_ATTENTION, as an integer from _fused_sdp_choice
 aten = torch.ops.aten
 
 
-def constant(function: Any) -> Any:
-    """`torch.compiler.assume_constant_result`, without importing the compiler for it: that would double the time of `import shaped`."""
-    function._dynamo_marked_constant = True
-    return function
+def reference(q: Tensor, k: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain, scale: float | None, causal: bool) -> Tensor:
+    """What `attention` computes, in plain PyTorch, with the m x m matrices written out."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    B = q.new_zeros(q.shape[-2], q.shape[-2])
+    if causal:
+        B.masked_fill_(torch.ones_like(B, dtype=torch.bool).triu(1), -math.inf)
+    plain = torch.softmax(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale) + B, -1) @ v
+    return plain + gamma1 * v - gamma2 * (torch.softmax(B, -1) @ v)
 
 
 def fits(q: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain) -> bool:
-    """Whether this takes these: on a GPU with flash attention, half precision, gains that are numbers or one for each head."""
-    if not (TRITON and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)):
-        return False
-    if exporting() or torch._C._are_functorch_transforms_active():
+    """Can `attention` take these? A GPU with flash attention, half precision, gains that are numbers or one for each head."""
+    if not can_launch(q):
         return False
     if not all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, v)):  # distributed, fake and other tensors
         return False
     D = q.shape[-1]
     shapes = q.ndim == 4 and v.shape[-1] == D and D in (16, 32, 64, 128, 256) and q.shape[-2] > 0 and q.shape[0] > 0
-    return shapes and _has_flash(q.device.index) and all(_by_head(gamma, q.shape[1]) for gamma in (gamma1, gamma2))
-
-
-def exporting() -> bool:
-    """Is this for `torch.export`? (Some versions of PyTorch say so under `torch.compile` too.)"""
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return shapes and _has_flash(q.device.index) and all(_is_per_head(gamma, q.shape[1]) for gamma in (gamma1, gamma2))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain, scale: float | None, causal: bool) -> Tensor:
-    """Shaped attention without a mask or with the causal one, for as many keys as queries."""
+    """Shaped attention without a mask or with the causal mask. There must be as many keys as queries."""
     heads = q.shape[1]
-    arguments = (q, k, v, *_split(gamma1, heads, v), *_split(gamma2, heads, v), scale, causal)
+    arguments = (q, k, v, *_split_gain(gamma1, heads, v), *_split_gain(gamma2, heads, v), scale, causal)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
         return Attention.apply(*arguments)
-    # A compiler needs an operator, which would cost as much as a kernel when called from here.
+    # A compiler needs a custom operator. In eager mode its overhead would be as large as the kernel's time.
     return (forward_op if torch.compiler.is_compiling() else forward)(*arguments, False)[0]
 
 
@@ -78,7 +78,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, plain, lse, gamma1, gamma2 = ctx.saved_tensors
         weight1, weight2, scale, causal = ctx.settings
-        learned1, learned2 = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
+        _, _, _, learned1, _, learned2, *_ = ctx.needs_input_grad  # in the order of the arguments of `forward`
         run = backward_op if torch.compiler.is_compiling() else backward
         dq, dk, dv, dgamma = run(do, q, k, v, plain, lse, gamma1, weight1, gamma2, weight2, scale, causal, learned1 or learned2)
         dgamma1 = (weight1 * dgamma[:, 0]).to(gamma1.dtype) if learned1 else None
@@ -98,16 +98,14 @@ def forward(
     causal: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shaped attention and, if they are to be saved, plain attention and the logarithms of its normalisers, [batch, heads, tokens]."""
-    from shaped.kernels.gpu import attention_correction as kernels
-
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    """Shaped attention. With `save` also plain attention and the log-normalisers of its softmax, [batch, heads, tokens]."""
+    q, k, v = _with_adjacent_features(q), _with_adjacent_features(k), _with_adjacent_features(v)
     if _prefers_cudnn(q, k, v, scale, causal):
         plain, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, save, 0.0, causal, False, scale=scale)
     else:
         plain, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     out = torch.empty_like(plain) if save else plain
-    kernels.correct(plain, out, v, v, gamma1, gamma2, weight1, weight2, causal, transposed=False)
+    correct(plain, out, v, v, gamma1, gamma2, weight1, weight2, causal, transposed=False)
     return (out, plain, lse.view(q.shape[:-1])) if save else (out, q.new_empty(0), q.new_empty(0))
 
 
@@ -126,12 +124,10 @@ def backward(
     causal: bool,
     learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v and, if they are learned, of the gains, [heads, 2]."""
-    from shaped.kernels.gpu import attention_correction as kernels
-
-    m, q, k, v = q.shape[-2], _rows(q), _rows(k), _rows(v)
+    """Gradients of q, k and v and, if the gains are learned, of gamma1 and gamma2, [heads, 2]."""
+    m, q, k, v = q.shape[-2], _with_adjacent_features(q), _with_adjacent_features(k), _with_adjacent_features(v)
     if _prefers_cudnn(q, k, v, scale, causal):
-        seed = lse.new_empty((), dtype=torch.int64)  # of a dropout that there is not
+        seed = lse.new_empty((), dtype=torch.int64)  # dummy: there is no dropout
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, plain, lse[..., None], seed, seed, None, None, None, m, m, 0.0, causal, scale=scale
         )
@@ -140,8 +136,68 @@ def backward(
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             do, q, k, v, plain, lse, None, None, m, m, 0.0, causal, seed, seed, scale=scale
         )
-    dgamma = kernels.correct(dv, dv, do, v, gamma1, gamma2, weight1, weight2, causal, transposed=True, gains=learned)
+    dgamma = correct(dv, dv, do, v, gamma1, gamma2, weight1, weight2, causal, transposed=True, gains=learned)
     return dq, dk, dv, lse.new_empty(0) if dgamma is None else dgamma
+
+
+def correct(
+    y: Tensor,
+    out: Tensor,
+    x: Tensor,
+    v: Tensor,
+    gamma1: Tensor | None,
+    gamma2: Tensor | None,
+    weight1: float,
+    weight2: float,
+    causal: bool,
+    transposed: bool,
+    gains: bool = False,
+) -> Tensor | None:
+    """Writes out = y + gamma1 x - gamma2 R x, in place if out is y. With `gains` it returns the gradients of the gains, [heads, 2].
+
+    Forward: y is plain attention, x the values, R x their mean over the tokens that each token attends to.
+    Backward (`transposed`): y is the stock kernel's gradient of the values, x the gradient of the output, and R is transposed.
+    """
+    from shaped.kernels.gpu.attention_correction import correct_kernel, sum_blocks_kernel
+
+    batch, x_heads, m, D = x.shape
+    heads = y.shape[1]
+    blocks = -(-m // BLOCK)
+    sums = x.new_empty((batch, x_heads, blocks, D), dtype=torch.float32)
+    dgamma = x.new_empty((batch, x_heads, blocks, 2), dtype=torch.float32) if gains else None
+    sizes = (x_heads, m, D, BLOCK, causal and transposed)
+    launch(sum_blocks_kernel, batch * x_heads * blocks, x, sums, *x.stride(), *sizes, on=x, num_warps=2)
+    launch(
+        correct_kernel,
+        batch * heads * blocks,
+        y,
+        out,
+        x,
+        v,
+        sums,
+        dgamma,
+        gamma1,
+        gamma2,
+        0 if gamma1 is None else gamma1.stride(0),
+        0 if gamma2 is None else gamma2.stride(0),
+        weight1,
+        weight2,
+        *y.stride(),
+        *out.stride(),
+        *x.stride(),
+        *v.stride(),
+        heads,
+        m,
+        D,
+        BLOCK,
+        max(heads, x_heads) // min(heads, x_heads),
+        causal,
+        transposed,
+        gains,
+        on=x,
+        num_warps=4,
+    )
+    return None if dgamma is None else dgamma.sum((0, 2))
 
 
 GAINS = "Tensor? gamma1, float weight1, Tensor? gamma2, float weight2, float? scale, bool causal"
@@ -152,7 +208,7 @@ BACKWARD = f"(Tensor do, Tensor q, Tensor k, Tensor v, Tensor plain, Tensor lse,
 @torch.library.custom_op("shaped::attention", mutates_args=(), device_types="cuda", schema=FORWARD)
 def forward_op(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     out, plain, lse = forward(q, *arguments)
-    return _laid_out(out, q), _laid_out(plain, q) if arguments[-1] else plain, lse
+    return _with_strides_of(out, q), _with_strides_of(plain, q) if arguments[-1] else plain, lse
 
 
 @forward_op.register_fake
@@ -165,7 +221,7 @@ def _(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op("shaped::attention_backward", mutates_args=(), device_types="cuda", schema=BACKWARD)
 def backward_op(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dgamma = backward(do, q, k, v, *arguments)
-    return _laid_out(dq, q), _laid_out(dk, k), _laid_out(dv, v), dgamma
+    return _with_strides_of(dq, q), _with_strides_of(dk, k), _with_strides_of(dv, v), dgamma
 
 
 @backward_op.register_fake
@@ -174,18 +230,18 @@ def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Ten
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dgamma
 
 
-def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """x with the strides that a compiler was told of."""
+def _with_strides_of(x: Tensor, like: Tensor) -> Tensor:
+    """x with the strides that `register_fake` promised to the compiler."""
     return x if x.stride() == torch.empty_like(like, device="meta").stride() else torch.empty_like(like).copy_(x)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """With features next to each other, as the stock kernels want it."""
+def _with_adjacent_features(x: Tensor) -> Tensor:
+    """The stock kernels need features that are adjacent in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> bool:
-    """What `scaled_dot_product_attention` would choose, but only for shapes that cuDNN's backward kernels take too."""
+    """Would `scaled_dot_product_attention` choose cuDNN, and does its backward kernel take these shapes too?"""
     grouped = q.shape[1] > k.shape[1]
     return (
         q.shape[-2] >= 64
@@ -194,18 +250,19 @@ def _prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal:
     )
 
 
-@constant
+@assume_constant
 def _has_flash(device: int | None) -> bool:
-    """Also not where the user has asked for other kernels (`torch.nn.attention.sdpa_kernel`)."""
-    return torch.version.hip is None and torch.backends.cuda.flash_sdp_enabled() and torch.cuda.get_device_capability(device)[0] >= 8
+    """Does the GPU have flash attention, and has the user not disabled it (`torch.nn.attention.sdpa_kernel`)?"""
+    return torch.backends.cuda.flash_sdp_enabled() and is_ampere_or_later(device)
 
 
-def _by_head(gamma: Gain, heads: int) -> bool:
+def _is_per_head(gamma: Gain, heads: int) -> bool:
+    """Is it a number, or a tensor with one entry or one entry for each head?"""
     return not isinstance(gamma, Tensor) or gamma.numel() == 1 or (gamma.numel() == heads and gamma.ndim >= 3 and gamma.shape[-3] == heads)
 
 
-def _split(gamma: Gain, heads: int, v: Tensor) -> tuple[Tensor | None, float]:
-    """A gain as one entry for each head, if it is a tensor, and a number."""
+def _split_gain(gamma: Gain, heads: int, v: Tensor) -> tuple[Tensor | None, float]:
+    """A gain as a tensor, one entry for each head, and a factor: (None, number) or (tensor, 1)."""
     if not isinstance(gamma, Tensor):
         return None, float(gamma)
     return gamma.to(v.device).reshape(-1).expand(heads), 1.0

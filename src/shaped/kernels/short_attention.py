@@ -1,7 +1,7 @@
-"""Shaped or plain attention of short sequences on GPUs with Triton, from the one product that makes queries, keys and values.
+"""Shaped or plain attention of short sequences, from the one product that computes queries, keys and values.
 
-At a few hundred tokens or less, stock kernels and what must be done before and after them take several times the time that reading the
-queries, keys and values takes. Here it is one kernel forward and one backward.
+For a few hundred tokens or less, stock kernels and the passes around them take several times as long as reading the queries, keys and
+values. Here it is one kernel forward and one backward.
 """
 
 from __future__ import annotations
@@ -11,33 +11,91 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaped.kernels import attention_correction as fused
+from shaped.kernels.availability import assume_constant, can_launch, is_ampere_or_later
+from shaped.kernels.gpu import launch
 
-LONGEST = 128  # tokens, and features of a head: what the matrices of one head may take on the chip
+LONGEST = 128  # tokens, and features of a head: the matrices of one head must fit into a multiprocessor
+STAGES = 2  # chunks of features that are loaded ahead
+
+
+def reference(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gain: Tensor | None = None) -> Tensor:
+    """What `attention` and `attend` compute, in plain PyTorch."""
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+    out = torch.softmax(q @ k.mT * scale, -1) @ v
+    if gamma1 is not None and gamma2 is not None:
+        out = out + gamma1 * v - gamma2 * v.mean(-2, keepdim=True)
+    out = out.transpose(1, 2).flatten(-2)
+    return out if gain is None else gain * out
 
 
 def fits(x: Tensor, D: int) -> bool:
-    """Whether this takes the features, D a head, of these tokens, [batch, m, *], in half precision on a GPU."""
-    if not (fused.TRITON and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.ndim == 3):
-        return False
-    if fused.exporting() or torch._C._are_functorch_transforms_active():
-        return False
-    return 0 < x.shape[1] <= LONGEST and D <= LONGEST and x.shape[0] > 0 and _wanted(x.device.index)
-
-
-def tile(size: int) -> int:
-    """A power of 2, as Triton's tiles must have, with room for this; products of matrices want 16 at least."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
-def chunk(D: int) -> int:
-    """Features that are read at a time."""
-    return min(32, tile(D))
+    """Can the kernel take tokens like x, [batch, m, *], with heads of D features?"""
+    return x.ndim == 3 and can_launch(x) and 0 < x.shape[1] <= LONGEST and D <= LONGEST and x.shape[0] > 0 and _is_allowed(x.device.index)
 
 
 def attention(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float) -> Tensor:
-    """[batch, m, heads · D]. `gamma1` and `gamma2` are one number each, in a tensor; without them the attention is plain."""
+    """The tokens, [batch, m, heads · D], from queries, keys and values in one tensor, [batch, m, 3 · heads · D].
+
+    `gamma1` and `gamma2` are tensors of one entry each. Without them the attention is plain.
+    """
     return forward_op(qkv.contiguous(), gamma1, gamma2, heads, scale)[0]
+
+
+def attend(
+    qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gain: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The tokens, times `gain`, and the base-2 log-normalisers of the softmax, [batch, heads, m]."""
+    from shaped.kernels.gpu.short_attention import short_attention_kernel
+
+    batch, m, D, sizes = _read_sizes(qkv, heads)
+    out, lse = qkv.new_empty(batch, m, heads * D), qkv.new_empty(batch, heads, m, dtype=torch.float32)
+    arguments = (qkv, out, lse, gamma1, gamma2, gain, scale, heads, m, D, *sizes)
+    launch(short_attention_kernel, batch * heads, *arguments, on=qkv, **choose_launch_options(m))
+    return out, lse
+
+
+def attend_backward(
+    do: Tensor,
+    qkv: Tensor,
+    lse: Tensor,
+    gamma1: Tensor | None,
+    gamma2: Tensor | None,
+    heads: int,
+    scale: float,
+    dgamma1: Tensor | None = None,
+    dgamma2: Tensor | None = None,
+    gain: Tensor | None = None,
+    dgain: Tensor | None = None,
+) -> Tensor:
+    """The gradient of qkv.
+
+    A gain's gradient is the sum of its terms, one a query. They are written to `dgamma1`, `dgamma2` and `dgain`, [batch · heads · m],
+    where these are given.
+    """
+    from shaped.kernels.gpu.short_attention import short_attention_backward_kernel
+
+    batch, m, D, sizes = _read_sizes(qkv, heads)
+    dqkv = torch.empty_like(qkv)
+    arguments = (do, qkv, lse, gamma1, gamma2, gain, dqkv, dgamma1, dgamma2, dgain, scale, heads, m, D, *sizes)
+    launch(short_attention_backward_kernel, batch * heads, *arguments, on=qkv, **choose_launch_options(m))
+    return dqkv
+
+
+def choose_launch_options(m: int) -> dict[str, Any]:
+    """With 128 registers a thread, two programs fit on a multiprocessor. A matrix of 128 x 128 takes 64 of them."""
+    return {"num_warps": 8, "maxnreg": 128} if round_to_tile(m) == 128 else {"num_warps": 4}
+
+
+def round_to_tile(size: int) -> int:
+    """The next power of 2, at least 16: the sizes that Triton's tiles and matrix products need."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _read_sizes(qkv: Tensor, heads: int) -> tuple[int, int, int, tuple[int, int, int]]:
+    """batch, m, D, and the kernel's constants: rows of a tile, features of a chunk, stages."""
+    batch, m, width = qkv.shape
+    D = width // (3 * heads)
+    return batch, m, D, (round_to_tile(m), min(32, round_to_tile(D)), STAGES)
 
 
 FORWARD = "(Tensor qkv, Tensor? gamma1, Tensor? gamma2, int heads, float scale) -> (Tensor, Tensor)"
@@ -46,9 +104,7 @@ BACKWARD = "(Tensor do, Tensor qkv, Tensor lse, Tensor? gamma1, Tensor? gamma2, 
 
 @torch.library.custom_op("shaped::short_attention", mutates_args=(), device_types="cuda", schema=FORWARD)
 def forward_op(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    from shaped.kernels.gpu import short_attention as short_kernels
-
-    return short_kernels.forward(qkv, *arguments)
+    return attend(qkv, *arguments)
 
 
 @forward_op.register_fake
@@ -59,11 +115,9 @@ def _(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, sca
 
 @torch.library.custom_op("shaped::short_attention_backward", mutates_args=(), device_types="cuda", schema=BACKWARD)
 def backward_op(do: Tensor, qkv: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    from shaped.kernels.gpu import short_attention as short_kernels
-
     *others, gains = arguments
     dgamma = qkv.new_empty((2, lse.numel()) if gains else (2, 0), dtype=torch.float32)
-    return short_kernels.backward(do.contiguous(), qkv, lse, *others, *(dgamma if gains else ())), dgamma
+    return attend_backward(do.contiguous(), qkv, lse, *others, *(dgamma if gains else ())), dgamma
 
 
 @backward_op.register_fake
@@ -71,13 +125,13 @@ def _(do: Tensor, qkv: Tensor, lse: Tensor, gamma1: Any, gamma2: Any, heads: int
     return torch.empty_like(qkv), qkv.new_empty((2, lse.numel()) if gains else (2, 0), dtype=torch.float32)
 
 
-def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     qkv, gamma1, gamma2, ctx.heads, ctx.scale = inputs
     ctx.save_for_backward(qkv, output[1], gamma1, gamma2)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
     qkv, lse, gamma1, gamma2 = ctx.saved_tensors
     learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
     dqkv, dgamma = backward_op(do, qkv, lse, gamma1, gamma2, ctx.heads, ctx.scale, learned)
@@ -87,12 +141,12 @@ def _gradients(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
     return dqkv, one.view_as(gamma1).to(gamma1.dtype), two.view_as(gamma2).to(gamma2.dtype), None, None
 
 
-forward_op.register_autograd(_gradients, setup_context=_keep)
+forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
-@fused.constant
-def _wanted(device: int | None) -> bool:
-    """Not on GPUs before Ampere, nor where the user has asked for one of PyTorch's own kernels (`torch.nn.attention.sdpa_kernel`)."""
+@assume_constant
+def _is_allowed(device: int | None) -> bool:
+    """Is the GPU recent enough, and has the user not asked for one of PyTorch's own kernels (`torch.nn.attention.sdpa_kernel`)?"""
     stock = torch.backends.cuda
-    free = stock.flash_sdp_enabled() and stock.cudnn_sdp_enabled() and stock.mem_efficient_sdp_enabled()
-    return free and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 8
+    unrestricted = stock.flash_sdp_enabled() and stock.cudnn_sdp_enabled() and stock.mem_efficient_sdp_enabled()
+    return unrestricted and is_ampere_or_later(device)

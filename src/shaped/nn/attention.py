@@ -1,4 +1,4 @@
-"""Shaped attention on top of PyTorch's fused kernels: no m x m matrix of its own."""
+"""Shaped attention on top of PyTorch's fused attention kernels. It makes no m x m matrix itself, except masks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shaped.checks import SINGLE, finite, in_range
-from shaped.kernels import attention_correction as fused
+from shaped.kernels import attention_correction
 from shaped.kernels.attention_correction import Gain
+from shaped.kernels.availability import is_exporting
 
 
 def shaped_attention(
@@ -26,23 +27,27 @@ def shaped_attention(
 ) -> Tensor:
     r"""$\gamma_1 v + \text{softmax}(q k^\top \text{scale} + B)\,v - \gamma_2\,\text{softmax}(B)\,v$ (Eq. shaped-attention-train).
 
-    The softmax goes through `scaled_dot_product_attention`. The centring, the attention at zero logits, is a mean of the values
-    without a mask, a running mean for the causal mask, both masked where there is key padding, one product for all heads for any other
-    boolean mask, and a second call of the fused kernel, with zero queries, for a bias or a mask that differs between heads. With
-    gamma1 = gamma2 = 0 this is `scaled_dot_product_attention`. On a GPU `fused` takes over where it can; this is its reference.
+    The softmax is `scaled_dot_product_attention`. The centring, softmax(B) v, is the attention at zero logits. It is computed as
+
+    - the mean of the values, without a mask;
+    - a running mean, for the causal mask; both means skip padded keys;
+    - one matrix product for all heads, for any other boolean mask;
+    - a second `scaled_dot_product_attention` with zero queries, for a bias, or for a mask that differs between heads.
+
+    With gamma1 = gamma2 = 0 this is `scaled_dot_product_attention`. On a GPU `kernels.attention_correction` is used where it fits.
 
     Args:
         q: queries, [..., heads, Q, E].
-        k, v: keys and values, [..., key heads, K, E]; the number of key heads must divide that of heads (grouped queries), and K may be
-            larger than Q (a cache): the queries then are the last Q of the K tokens, unless `positions` says otherwise.
-        gamma1, gamma2: weights of identity and centring: numbers, or tensors that broadcast with [heads, Q, E], such as [heads, 1, 1], and
-            may require gradients.
+        k, v: keys and values, [..., key heads, K, E]. The number of key heads must divide the number of heads (grouped queries). K may be
+            larger than Q (a cache): the queries are then the last Q of the K tokens, unless `positions` is given.
+        gamma1, gamma2: weights of identity and centring: numbers, or tensors that broadcast with [heads, Q, E], such as [heads, 1, 1].
+            Tensors may require gradients.
         scale: factor of the logits; 1/sqrt(E) by default. The paper's further 1/sqrt(n) is in the initial weights (`shaped.nn`).
-        is_causal: a query sees the keys up to its own place.
-        attn_mask: booleans (True: attend) or a bias on the logits, to broadcast with [..., heads, Q, K]. Key padding is [batch, 1, 1, K]. A
-            query that may attend to nothing gets 0, not even its own value.
-        positions: each query's place among the keys, [Q], [1, Q] or [batch, Q], where the queries are not the last tokens (a static cache).
-        dropout_p: dropout of the softmax alone; identity and centring are not dropped.
+        is_causal: a query attends to the keys up to its own position.
+        attn_mask: booleans (True: attend) or a bias on the logits, broadcast with [..., heads, Q, K]. Key padding is [batch, 1, 1, K].
+            The output is 0 for a query that may attend to no key.
+        positions: each query's index among the keys, [Q], [1, Q] or [batch, Q], if the queries are not the last tokens (a static cache).
+        dropout_p: dropout of the softmax. Identity and centring are not dropped.
     """
     check_tensors(q=q, k=k, v=v)
     check_tensors(optional=True, attn_mask=attn_mask, positions=positions)
@@ -52,30 +57,31 @@ def shaped_attention(
     if positions is not None and positions.ndim == 2:
         positions = positions.expand(q.shape[0], -1)
     aligned = positions is None and Q == K
-    real = attn_mask.mT if is_causal and aligned and attn_mask is not None and _is_padding(attn_mask) else None
+    not_padding = attn_mask.mT if is_causal and aligned and attn_mask is not None and _is_padding(attn_mask) else None
     if is_causal and (attn_mask is not None or not aligned) and not (attn_mask is None and positions is None and Q == 1):
-        # The fused kernels' own causal mask starts at the first key, whatever the queries' places, and takes no other mask beside it.
-        attn_mask = _with_causal(attn_mask, _places(q, K, positions), K)
+        # The causal mask of the stock kernels assumes that query 0 is at key 0, and excludes any other mask.
+        attn_mask = _add_causal_mask(attn_mask, _index_queries(q, K, positions), K)
     causal = bool(is_causal and aligned and attn_mask is None)
     grouped = False
-    if heads > k.shape[-3]:  # under a compiler the comparison is symbolic, but the kernel wants a bool
+    if heads > k.shape[-3]:  # under a compiler the comparison is symbolic, but the kernel needs a bool
         grouped = True
-    some = None
+    has_keys = None
     if attn_mask is not None:
-        attn_mask, some = _attending(attn_mask)
-    shapes = not (_is_zero(gamma1) and _is_zero(gamma2))
-    if shapes and aligned and attn_mask is None and dropout_p == 0.0 and fused.fits(q, v, gamma1, gamma2):
-        return fused.attention(q, k, v, gamma1, gamma2, scale, causal)
+        attn_mask, has_keys = _open_empty_rows(attn_mask)
+    is_shaped = not (_is_zero(gamma1) and _is_zero(gamma2))
+    if is_shaped and aligned and attn_mask is None and dropout_p == 0.0 and attention_correction.fits(q, v, gamma1, gamma2):
+        return attention_correction.attention(q, k, v, gamma1, gamma2, scale, causal)
     attended = scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
     )
-    if shapes:
-        own, resting = own_values(v, Q, positions), resting_values(q, v, attn_mask, causal, real)
-        attended = _plus(_plus(attended, gamma1, _for_each(heads, own)), gamma2, _for_each(heads, resting), sign=-1)
-    return attended if some is None else torch.where(some, attended, 0.0)
+    if is_shaped:
+        own, centring = _select_own_values(v, Q, positions), _centre_values(q, v, attn_mask, causal, not_padding)
+        attended = _add_scaled(attended, gamma1, _repeat_for_heads(heads, own))
+        attended = _add_scaled(attended, gamma2, _repeat_for_heads(heads, centring), sign=-1)
+    return attended if has_keys is None else torch.where(has_keys, attended, 0.0)
 
 
-def own_values(v: Tensor, Q: int, positions: Tensor | None) -> Tensor:
+def _select_own_values(v: Tensor, Q: int, positions: Tensor | None) -> Tensor:
     """Each query's own value, [..., key heads, Q, E]."""
     if positions is None:
         return v[..., v.shape[-2] - Q :, :]
@@ -84,93 +90,93 @@ def own_values(v: Tensor, Q: int, positions: Tensor | None) -> Tensor:
     return v.gather(-2, positions[:, None, :, None].expand(-1, v.shape[-3], -1, v.shape[-1]))
 
 
-def resting_values(q: Tensor, v: Tensor, attn_mask: Tensor | None, causal: bool, real: Tensor | None = None) -> Tensor:
-    """softmax(B) v: the values under attention at zero logits, for each key head, or for each head where the mask differs between heads.
+def _centre_values(q: Tensor, v: Tensor, attn_mask: Tensor | None, causal: bool, not_padding: Tensor | None = None) -> Tensor:
+    """softmax(B) v, the attention at zero logits, [..., key heads, Q or 1, E]; [..., heads, Q, E] if the mask differs between heads.
 
-    `real`, [..., K, 1], says that the mask is the causal one and which keys are not padding.
+    `not_padding`, [..., K, 1], is given if the mask is the causal mask with key padding.
     """
-    sums = torch.float32 if v.dtype in (torch.float16, torch.bfloat16) else v.dtype
-    if real is not None:
-        return running_mean(v, sums, real)
+    accumulator = torch.float32 if v.dtype in (torch.float16, torch.bfloat16) else v.dtype
+    if not_padding is not None:
+        return running_mean(v, accumulator, not_padding)
     if attn_mask is None:
-        return running_mean(v, sums) if causal else v.mean(-2, keepdim=True, dtype=sums).to(v.dtype)
-    by_head = _by_head(attn_mask)
-    if attn_mask.dtype == torch.bool and not by_head:
-        weights = (attn_mask.to(sums) / attn_mask.sum(-1, keepdim=True)).to(v.dtype)
+        return running_mean(v, accumulator) if causal else v.mean(-2, keepdim=True, dtype=accumulator).to(v.dtype)
+    per_head = _is_per_head(attn_mask)
+    if attn_mask.dtype == torch.bool and not per_head:
+        weights = (attn_mask.to(accumulator) / attn_mask.sum(-1, keepdim=True)).to(v.dtype)
         if _is_padding(attn_mask):
             return weights @ v
         weights = weights if weights.ndim == 2 else weights.squeeze(-3)
         return (weights @ v.transpose(-2, -3).flatten(-2)).unflatten(-1, (v.shape[-3], -1)).transpose(-2, -3)
-    heads = q.shape[-3] if by_head else v.shape[-3]
-    no_query = v.new_zeros(*v.shape[:-3], heads, q.shape[-2], q.shape[-1])
-    no_key = v.new_zeros(*v.shape[:-1], q.shape[-1])
-    return scaled_dot_product_attention(no_query, no_key, v, attn_mask=attn_mask, enable_gqa=heads > v.shape[-3])
+    heads = q.shape[-3] if per_head else v.shape[-3]
+    zero_queries = v.new_zeros(*v.shape[:-3], heads, q.shape[-2], q.shape[-1])
+    zero_keys = v.new_zeros(*v.shape[:-1], q.shape[-1])
+    return scaled_dot_product_attention(zero_queries, zero_keys, v, attn_mask=attn_mask, enable_gqa=heads > v.shape[-3])
 
 
-def running_mean(v: Tensor, sums: torch.dtype, real: Tensor | None = None, block: int = 64) -> Tensor:
-    """The mean of each token's value and all before it, of those that are `real`, [..., m, 1], if that is given; 0 where there is none.
+def running_mean(v: Tensor, accumulator: torch.dtype, not_padding: Tensor | None = None, block: int = 64) -> Tensor:
+    """The mean over each token and all tokens before it. With `not_padding`, [..., m, 1], over those that are True; 0 if none is.
 
-    Sums within blocks are products with a triangle of ones, for which there are fast kernels (a cumulative sum along this dimension is
-    several times slower on a GPU); sums of whole blocks are few.
+    Sums within blocks are products with a triangle of ones: on a GPU a cumulative sum along this dimension is several times slower.
+    There are few blocks, and their sums are cumulated. `accumulator` is the dtype of these sums.
     """
     m = v.shape[-2]
-    if real is None:
-        counts = torch.arange(1, m + 1, device=v.device, dtype=sums)[:, None]
+    if not_padding is None:
+        counts = torch.arange(1, m + 1, device=v.device, dtype=accumulator)[:, None]
     else:
-        v, counts = v * real, real.cumsum(-2, dtype=sums).clamp(min=1.0)
-    if fused.exporting():  # cutting into blocks would fix the length of the exported program
-        return (v.cumsum(-2, dtype=sums) / counts).to(v.dtype)
+        v, counts = v * not_padding, not_padding.cumsum(-2, dtype=accumulator).clamp(min=1.0)
+    if is_exporting():  # blocks would fix the length of the exported program
+        return (v.cumsum(-2, dtype=accumulator) / counts).to(v.dtype)
     blocks = torch.nn.functional.pad(v, (0, 0, 0, -m % block)).unflatten(-2, (-1, block))
-    # Means over `block` in place of sums, which would leave the range of float16.
+    # Divided by `block`: the sums themselves would overflow float16.
     within = (v.new_ones(block, block).tril() / block) @ blocks
-    whole = blocks.mean(-2, keepdim=True, dtype=sums)
+    whole = blocks.mean(-2, keepdim=True, dtype=accumulator)
     before = torch.nn.functional.pad(whole.cumsum(-3), (0, 0, 0, 0, 1, 0))[..., :-1, :, :]
     return ((within + before).flatten(-3, -2)[..., :m, :] * (block / counts)).to(v.dtype)
 
 
 def _is_padding(mask: Tensor) -> bool:
     """Is it one row of booleans for all queries and heads?"""
-    return mask.dtype == torch.bool and mask.shape[-2] == 1 and not _by_head(mask)
+    return mask.dtype == torch.bool and mask.shape[-2] == 1 and not _is_per_head(mask)
 
 
-def _by_head(mask: Tensor) -> bool:
+def _is_per_head(mask: Tensor) -> bool:
     return mask.ndim >= 3 and mask.shape[-3] > 1
 
 
-def _plus(x: Tensor, gamma: Gain, values: Tensor, sign: int = 1) -> Tensor:
-    """x ± gamma · values, without a tensor for the product where gamma is a number."""
+def _add_scaled(x: Tensor, gamma: Gain, values: Tensor, sign: int = 1) -> Tensor:
+    """x ± gamma · values. If gamma is a number, the product needs no memory of its own."""
     if isinstance(gamma, Tensor):
         return torch.addcmul(x, gamma.to(x.dtype), values, value=sign)
     return torch.add(x, values, alpha=sign * gamma)
 
 
-def _for_each(heads: int, values: Tensor) -> Tensor:
-    """Values of key heads, for each of the heads that share them."""
+def _repeat_for_heads(heads: int, values: Tensor) -> Tensor:
+    """Values of the key heads, repeated for the query heads that share them."""
     return values if values.shape[-3] == heads else values.repeat_interleave(heads // values.shape[-3], -3)
 
 
-def _places(q: Tensor, K: int, positions: Tensor | None) -> Tensor:
-    """Each query's place among the keys, to compare with the keys' places: [Q, 1] or [batch, 1, Q, 1]."""
+def _index_queries(q: Tensor, K: int, positions: Tensor | None) -> Tensor:
+    """Each query's index among the keys, [Q, 1] or [batch, 1, Q, 1], to compare with the indices of the keys."""
     if positions is None:
         return torch.arange(K - q.shape[-2], K, device=q.device)[:, None]
     return positions[:, None] if positions.ndim == 1 else positions[:, None, :, None]
 
 
-def _with_causal(mask: Tensor | None, places: Tensor, K: int) -> Tensor:
-    past = torch.arange(K, device=places.device) <= places
+def _add_causal_mask(mask: Tensor | None, positions: Tensor, K: int) -> Tensor:
+    past = torch.arange(K, device=positions.device) <= positions
     if mask is None:
         return past
     return mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, -torch.inf)
 
 
-def _attending(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mask, opened where a query may attend to nothing (a softmax over nothing is not a number), and which queries may attend."""
-    some = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1, keepdim=True)
-    return (mask | ~some if mask.dtype == torch.bool else mask.masked_fill(~some, 0.0)), some
+def _open_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask, opened for queries that may attend to no key (their softmax would be NaN), and which queries have keys."""
+    has_keys = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1, keepdim=True)
+    return (mask | ~has_keys if mask.dtype == torch.bool else mask.masked_fill(~has_keys, 0.0)), has_keys
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments as autocast would hand them to the fused kernel."""
+    """Casts the arguments as autocast does for `scaled_dot_product_attention`."""
     kind = q.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
         return q, k, v, mask
@@ -228,7 +234,7 @@ def check_arguments(
             raise ValueError(f"positions must be whole numbers, [{Q}] or [batch, {Q}], got {positions.dtype}, {tuple(positions.shape)}")
         if positions.device != q.device:
             raise ValueError(f"positions must be on the device of q, {q.device}, got {positions.device}")
-        _check_places(positions, K)
+        _check_positions(positions, K)
     if mask is not None:
         wanted = (*q.shape[:-1], K)
         fits = 2 <= mask.ndim <= len(wanted) and all(m in (1, w) for m, w in zip(mask.shape[::-1], wanted[::-1], strict=False))
@@ -249,9 +255,9 @@ def check_arguments(
                 raise ValueError(f"{name} must broadcast into the output, {list(wanted)}, such as [heads, 1, 1], got {list(gamma.shape)}")
 
 
-def _check_places(positions: Tensor, K: int) -> None:
-    """Where reading them takes no waiting for a GPU and no compiler looks on."""
+def _check_positions(positions: Tensor, K: int) -> None:
+    """Checks the range of positions on a CPU. On a GPU it would wait for the device; under a compiler it would break the graph."""
     if positions.is_cpu and positions.numel() and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
-        low, high = (int(place) for place in positions.aminmax())
+        low, high = (int(end) for end in positions.aminmax())
         if low < 0 or high >= K:
             raise ValueError(f"positions must be places among the {K} keys, 0 to {K - 1}, got {low if low < 0 else high}")

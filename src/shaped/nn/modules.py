@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import SINGLE, finite, in_range, positive, whole_number
-from shaped.kernels import short_attention as short
+from shaped.kernels import short_attention
 from shaped.nn.activations import ShapedActivation, ShapedReLU, check_activation
 from shaped.nn.functional import shaped_attention
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
@@ -91,7 +91,7 @@ class ShapedSelfAttention(nn.Module):
     """
 
     shaping: AttentionShaping | None
-    together: nn.Module | None
+    qkv: nn.Module | None
 
     def __init__(
         self,
@@ -120,35 +120,35 @@ class ShapedSelfAttention(nn.Module):
         self.query, self.key = (matrix(width, heads * key_width, std) for _ in range(2))
         self.value, self.output = (matrix(width, width, width**-0.5) for _ in range(2))
         self.shaping = AttentionShaping(trained=check_schedule(schedule).learns) if shaped else None
-        self.register_module("together", None)
+        self.register_module("qkv", None)
         self.splits = (heads * key_width, heads * key_width, width)
 
-    def join(self, together: nn.Module) -> None:
-        """One layer for queries, keys and values beside each other, in place of three, for a training loop."""
+    def join(self, qkv: nn.Module) -> None:
+        """Replaces the three layers of queries, keys and values by one that computes all of them, for a training loop."""
         del self.query, self.key, self.value
-        self.together = together
+        self.qkv = qkv
 
     def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
         """`attn_mask` as in `shaped_attention`: key padding is [batch, 1, 1, m], True where a token may be attended to.
 
         `attend` replaces what is done with queries, keys and values, such as to keep them in a cache.
         """
-        if self.together is None:
+        if self.qkv is None:
             features = self.query(x), self.key(x), self.value(x)
         else:
-            beside = self.together(x)
-            if attend is None and attn_mask is None and self.is_short(beside):
+            qkv = self.qkv(x)
+            if attend is None and attn_mask is None and self.fits_short_kernel(qkv):
                 gamma1, gamma2 = (None, None) if self.shaping is None else self.shaping()
-                return self.output(short.attention(beside, gamma1, gamma2, self.heads, self.scale))
-            features = beside.split(self.splits, -1)
+                return self.output(short_attention.attention(qkv, gamma1, gamma2, self.heads, self.scale))
+            features = qkv.split(self.splits, -1)
         q, k, v = (feature.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for feature in features)
         mixed = self.mix(q, k, v, attn_mask) if attend is None else attend(self, q, k, v, attn_mask)
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
-    def is_short(self, x: Tensor) -> bool:
-        """Whether there is a kernel that takes the features of these tokens as one product makes them."""
+    def fits_short_kernel(self, x: Tensor) -> bool:
+        """Can `kernels.short_attention` take tokens like these? It knows neither masks nor dropout, and q, k and v must have one width."""
         simple = not self.is_causal and (self.dropout == 0.0 or not self.training) and len(set(self.splits)) == 1
-        return simple and short.fits(x, self.splits[0] // self.heads)
+        return simple and short_attention.fits(x, self.splits[0] // self.heads)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
         gamma1, gamma2 = (0.0, 0.0) if self.shaping is None else self.shaping()

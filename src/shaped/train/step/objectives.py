@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from shaped.hf.models import ShapedForMaskedLM, ShapedForSequenceClassification, ShapedModel
-from shaped.train.step.fused_block import Aside, WrittenBlock, can_be_written
+from shaped.kernels.side_stream import SideStream
+from shaped.train.step.fused_block import FusedBlock, can_fuse
 
 COMPILE = ("off", "blocks", "whole")
 
@@ -19,7 +20,7 @@ class Loss(nn.Module, ABC):
     """A loss in three parts, each of which can be compiled by itself: embedding, blocks, head.
 
     When blocks are compiled one by one, all but the last share one program, so that depth costs no time at the start; shaped blocks are
-    written out instead where they can be. `stream` is the precision of the tokens between the blocks.
+    fused instead where they can be. `stream` is the precision of the tokens between the blocks.
     """
 
     def __init__(self, model: nn.Module, body: ShapedModel, compile: str = "off", stream: torch.dtype = torch.float32):
@@ -29,9 +30,9 @@ class Loss(nn.Module, ABC):
         self.embedding, self.final = body.embedding, body.norm
         run = (lambda part: torch.compile(part, dynamic=False, fullgraph=True)) if compile == "blocks" else (lambda part: part)
         blocks: list[Any] = [layer.block for layer in body.layers]
-        if compile == "blocks" and can_be_written(blocks):
-            aside = Aside()
-            blocks = [WrittenBlock(block, run(block), aside, last=block is blocks[0]) for block in blocks]
+        if compile == "blocks" and can_fuse(blocks):
+            side_stream = SideStream()
+            blocks = [FusedBlock(block, run(block), side_stream, last=block is blocks[0]) for block in blocks]
         else:
             blocks = [run(block) for block in blocks]
         # Not as submodules: these are the model's own, which has them already.

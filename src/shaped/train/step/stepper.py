@@ -232,7 +232,7 @@ class Stepper:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            # Before the stream of the weights' gradients (`shaped.train.step.fused_block`), which may wait.
+            # A higher priority than the side stream (`shaped.kernels.side_stream`), which may wait.
             with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
                 self._one_step()
             self._graph = graph

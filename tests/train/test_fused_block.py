@@ -1,4 +1,4 @@
-"""The written block without a GPU."""
+"""The fused blocks without a GPU."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ from triton_interpreter import in_the_interpreter, needs_triton
 
 
 @needs_triton
-def test_the_written_block_in_the_interpreter():
+def test_fused_blocks_in_the_interpreter():
     in_the_interpreter(Path(__file__).with_name("interpreted.py"))

@@ -1,35 +1,27 @@
-"""Attention of short sequences from one product: the wiring anywhere, the kernels on a GPU."""
+"""Attention of short sequences from one product: the custom operator on any machine, the kernels on a GPU."""
 
 import pytest
 import torch
 
-from shaped.kernels import attention_correction as fused
-from shaped.kernels import short_attention as short
+from shaped.kernels import short_attention
+from shaped.kernels.availability import TRITON, assume_constant
 from shaped.testing.stats import generator
 
-needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and fused.TRITON), reason="needs a GPU and Triton")
+needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and TRITON), reason="needs a GPU and Triton")
 TOLERANCE = {torch.float64: 1e-12, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # a few roundings, relative to the largest entry
 
 
-def parts(qkv, heads):
+def split(qkv, heads):
     return (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in qkv.chunk(3, -1))
 
 
-def written_out(qkv, gamma1, gamma2, heads, scale):
-    q, k, v = parts(qkv, heads)
-    out = torch.softmax(q @ k.mT * scale, -1) @ v
-    if gamma1 is not None:
-        out = out + gamma1 * v - gamma2 * v.mean(-2, keepdim=True)
-    return out.transpose(1, 2).flatten(-2)
-
-
 def forward(qkv, gamma1, gamma2, heads, scale):
-    """What the kernels compute, written out: this tests what is around them where there is no GPU."""
-    return written_out(qkv, gamma1, gamma2, heads, scale), qkv.new_zeros(len(qkv), heads, qkv.shape[1], dtype=torch.float32)
+    """What the kernels compute, in plain PyTorch: with it the code around them is tested without a GPU."""
+    return short_attention.reference(qkv, gamma1, gamma2, heads, scale), qkv.new_zeros(len(qkv), heads, qkv.shape[1], dtype=torch.float32)
 
 
 def backward(do, qkv, lse, gamma1, gamma2, heads, scale, gains):
-    q, k, v = parts(qkv, heads)
+    q, k, v = split(qkv, heads)
     do = do.unflatten(-1, (heads, -1)).transpose(1, 2)
     P = torch.softmax(q @ k.mT * scale, -1)
     dP = do @ v.mT
@@ -42,19 +34,19 @@ def backward(do, qkv, lse, gamma1, gamma2, heads, scale, gains):
     return dqkv, dgamma if gains else qkv.new_empty(2, 0, dtype=torch.float32)
 
 
-short.forward_op.register_kernel("cpu")(forward)
-short.backward_op.register_kernel("cpu")(backward)
+short_attention.forward_op.register_kernel("cpu")(forward)
+short_attention.backward_op.register_kernel("cpu")(backward)
 
 
 def compare(m, heads, D, dtype, device, shaped=True, learned=True, batch=3):
-    """Output and all gradients against the formula in double precision."""
+    """Output and all gradients against the reference in double precision."""
     qkv = torch.randn(batch, m, 3 * heads * D, generator=generator(120), dtype=torch.float64).to(device, dtype).requires_grad_()
     gammas = [torch.tensor([value], device=device, requires_grad=learned) for value in (0.7, 0.4)] if shaped else [None, None]
     given = [qkv, *(gamma for gamma in gammas if gamma is not None and learned)]
     exact = [x.detach().double().requires_grad_() for x in given]
-    ours = short.attention(qkv, gammas[0], gammas[1], heads, 0.2)
+    ours = short_attention.attention(qkv, gammas[0], gammas[1], heads, 0.2)
     one, two = exact[1:] if learned else [gamma if gamma is None else gamma.double() for gamma in gammas]
-    theirs = written_out(exact[0], one, two, heads, 0.2)
+    theirs = short_attention.reference(exact[0], one, two, heads, 0.2)
     weight = torch.randn(theirs.shape, generator=generator(121), dtype=torch.float64).to(device, dtype)
     found = [ours, *torch.autograd.grad(ours, given, weight)]
     expected = [theirs, *torch.autograd.grad(theirs, exact, weight.double())]
@@ -73,41 +65,41 @@ def test_one_operator_around_the_kernels(shaped, learned):
 def test_the_operator_is_as_pytorch_wants_it():
     qkv = torch.randn(2, 5, 24, generator=generator(122), requires_grad=True)
     gammas = [torch.tensor([value], requires_grad=True) for value in (0.7, 0.4)]
-    torch.library.opcheck(short.forward_op, (qkv, *gammas, 2, 0.3))
+    torch.library.opcheck(short_attention.forward_op, (qkv, *gammas, 2, 0.3))
 
 
 @pytest.mark.parametrize("shaped", [True, False])
-def test_a_layer_with_one_product_takes_it(shaped, monkeypatch):
-    """One layer for queries, keys and values beside each other: the same outputs, through the operator where that fits, or not."""
+def test_a_layer_with_one_product_uses_it(shaped, monkeypatch):
+    """One matrix for queries, keys and values: the same outputs with the operator and without it."""
     from shaped.nn.modules import ShapedSelfAttention, matrix
 
     attention = ShapedSelfAttention(16, 2, shaped=shaped).double()
     x = torch.randn(2, 5, 16, generator=generator(123), dtype=torch.float64)
     padding = torch.arange(5) < torch.tensor([5, 3])[:, None, None, None]
     expected, padded = attention(x), attention(x, padding)
-    together = matrix(16, 48, 1.0).double()
-    together.weight.data = torch.cat([layer.weight for layer in (attention.query, attention.key, attention.value)]).detach()
-    attention.join(together)
+    qkv = matrix(16, 48, 1.0).double()
+    qkv.weight.data = torch.cat([layer.weight for layer in (attention.query, attention.key, attention.value)]).detach()
+    attention.join(qkv)
     assert (attention(x) - expected).abs().max() < 1e-12
     calls = []
-    monkeypatch.setattr(short, "fits", lambda qkv, D: True)
-    monkeypatch.setattr(short, "attention", lambda *given: calls.append(given) or short.forward_op(*given)[0])
+    monkeypatch.setattr(short_attention, "fits", lambda qkv, D: True)
+    monkeypatch.setattr(short_attention, "attention", lambda *given: calls.append(given) or short_attention.forward_op(*given)[0])
     assert (attention(x) - expected).abs().max() < 1e-12
     assert len(calls) == 1
     assert (attention(x, padding) - padded).abs().max() < 1e-12
-    assert len(calls) == 1, "it knows no masks"
+    assert len(calls) == 1, "it takes no masks"
 
 
-def test_cpus_and_single_precision_are_left_to_others():
-    assert not short.fits(torch.zeros(2, 5, 24), 4)
-    assert not short.fits(torch.zeros(2, 5, 24, dtype=torch.bfloat16), 4)
+def test_cpus_and_single_precision_take_the_fallback():
+    assert not short_attention.fits(torch.zeros(2, 5, 24), 4)
+    assert not short_attention.fits(torch.zeros(2, 5, 24, dtype=torch.bfloat16), 4)
 
 
-def test_old_gpus_are_left_to_others(monkeypatch):
+def test_old_gpus_take_the_fallback(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert short._wanted(0)
+    assert short_attention._is_allowed(0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not short._wanted(0)
+    assert not short_attention._is_allowed(0)
 
 
 @needs_gpu
@@ -125,19 +117,19 @@ def test_old_gpus_are_left_to_others(monkeypatch):
 def test_kernels_are_the_formula(m, D, dtype):
     """A few shapes: Triton compiles each anew, and its interpreter has seen more of them (test_interpreted.py)."""
     qkv = torch.zeros(1, m, 6 * D, dtype=dtype, device="cuda")
-    assert short.fits(qkv, D)
+    assert short_attention.fits(qkv, D)
     for shaped, learned in ((True, True), (True, False), (False, False)):
         compare(m, 2, D, dtype, "cuda", shaped, learned)
 
 
 @needs_gpu
-def test_longer_sequences_and_chosen_kernels_are_left_to_others():
+def test_longer_sequences_and_chosen_kernels_take_the_fallback():
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     qkv = torch.zeros(1, 129, 3 * 64, dtype=torch.bfloat16, device="cuda")
-    assert not short.fits(qkv, 64)
+    assert not short_attention.fits(qkv, 64)
     with sdpa_kernel(SDPBackend.MATH):
-        assert not short.fits(qkv[:, :128], 64)
+        assert not short_attention.fits(qkv[:, :128], 64)
 
 
 def test_constants_are_marked_as_pytorch_marks_them():
@@ -147,6 +139,6 @@ def test_constants_are_marked_as_pytorch_marks_them():
     def theirs():
         pass
 
-    fused.constant(ours)
+    assume_constant(ours)
     torch.compiler.assume_constant_result(theirs)
     assert vars(ours) == vars(theirs) != {}

@@ -1,32 +1,28 @@
-"""Identity and centring fused around the stock kernel: the wiring of the gradients anywhere, the kernels on a GPU."""
-
-import math
+"""Identity and centring after the stock kernel: the autograd function on any machine, the kernels on a GPU."""
 
 import pytest
 import torch
 
-from shaped.kernels import attention_correction as fused
+from shaped.kernels import attention_correction
+from shaped.kernels.availability import TRITON
 from shaped.nn.attention import running_mean
 from shaped.nn.functional import shaped_attention
 from shaped.testing.stats import generator
 
-needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and fused.TRITON), reason="needs a GPU and Triton")
+needs_gpu = pytest.mark.skipif(not (torch.cuda.is_available() and TRITON), reason="needs a GPU and Triton")
 # A few roundings, relative to the largest entry, which is about 1 or more.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 def matrices(q, k, scale, causal):
-    """softmax(q k' scale + B) and softmax(B)."""
-    m = q.shape[-2]
-    B = torch.zeros(m, m, dtype=q.dtype, device=q.device)
-    if causal:
-        B.masked_fill_(torch.ones_like(B).triu(1).bool(), -math.inf)
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return torch.softmax(q @ k.mT * (scale or q.shape[-1] ** -0.5) + B, -1), torch.softmax(B, -1)
+    """softmax(q k' scale + B) and softmax(B): the reference's outputs for the identity as values."""
+    identity = torch.eye(q.shape[-2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
+    P = attention_correction.reference(q, k, identity, 0.0, 0.0, scale, causal)
+    return P, P - attention_correction.reference(q, k, identity, 0.0, 1.0, scale, causal)
 
 
 def forward(q, k, v, gamma1, weight1, gamma2, weight2, scale, causal, save):
-    """What the kernels compute, written out: this tests all that is around them where there is no GPU."""
+    """What the kernels compute, in plain PyTorch: with it the code around them is tested without a GPU."""
     one, two = (torch.as_tensor(w) if g is None else w * g[:, None, None] for g, w in ((gamma1, weight1), (gamma2, weight2)))
     P, R = matrices(q, k, scale, causal)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -44,8 +40,8 @@ def backward(do, q, k, v, plain, lse, gamma1, weight1, gamma2, weight2, scale, c
     return dS @ keys, dk, dv, dgamma if learned else q.new_empty(0, dtype=torch.float32)
 
 
-fused.forward_op.register_kernel("cpu")(forward)
-fused.backward_op.register_kernel("cpu")(backward)
+attention_correction.forward_op.register_kernel("cpu")(forward)
+attention_correction.backward_op.register_kernel("cpu")(backward)
 
 
 def inputs(heads, key_heads, m, D, dtype, device):
@@ -54,21 +50,15 @@ def inputs(heads, key_heads, m, D, dtype, device):
     return [torch.randn(shape, generator=g, dtype=torch.float64).to(device, dtype).requires_grad_() for shape in shapes]
 
 
-def dense(q, k, v, gamma1, gamma2, causal) -> torch.Tensor:
-    P, R = matrices(q, k, None, causal)
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return (P - gamma2 * R + gamma1 * torch.eye(q.shape[-2], dtype=q.dtype, device=q.device)) @ v
-
-
 def assert_near(ours, theirs, tolerance):
     assert ours.shape == theirs.shape
     assert (ours.double() - theirs).abs().max() <= tolerance * max(theirs.abs().max(), 1.0)
 
 
 def compare(work, given, causal, tolerance):
-    """Output and all gradients of work(*given) against the matrix written out in double precision."""
+    """Output and all gradients of work(*given) against the reference in double precision."""
     exact = [x.detach().double().requires_grad_() for x in given]
-    ours, theirs = work(*given), dense(*exact, causal=causal)
+    ours, theirs = work(*given), attention_correction.reference(*exact, scale=None, causal=causal)
     assert_near(ours, theirs, tolerance)
     weight = torch.randn(theirs.shape, generator=generator(111), dtype=torch.float64).to(theirs.device)
     gradients = torch.autograd.grad(ours, given, weight.to(ours.dtype)), torch.autograd.grad(theirs, exact, weight.to(ours.dtype).double())
@@ -78,9 +68,9 @@ def compare(work, given, causal, tolerance):
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    monkeypatch.setattr(fused, "fits", lambda *_: True)
-    monkeypatch.setattr(fused, "forward", forward)
-    monkeypatch.setattr(fused, "backward", backward)
+    monkeypatch.setattr(attention_correction, "fits", lambda *_: True)
+    monkeypatch.setattr(attention_correction, "forward", forward)
+    monkeypatch.setattr(attention_correction, "backward", backward)
 
 
 # PyTorch's compiler makes an instance of Function, against PyTorch's own warning.
@@ -108,20 +98,23 @@ def test_only_what_needs_a_gradient_gets_one():
     def work(given):
         return shaped_attention(given["q"], given["k"], given["v"], gamma1=given["gamma1"], gamma2=0.5)
 
+    def plain(given):
+        return attention_correction.reference(**given, gamma2=0.5, scale=None, causal=False)
+
     assert not work(given).requires_grad
-    assert torch.allclose(work(given), dense(**given, gamma2=0.5, causal=False), rtol=1e-12, atol=1e-12)
+    assert torch.allclose(work(given), plain(given), rtol=1e-12, atol=1e-12)
     for name in given:
         leaf = given[name].clone().requires_grad_()
-        ours, theirs = work(given | {name: leaf}), dense(**(given | {name: leaf}), gamma2=0.5, causal=False)
+        ours, theirs = work(given | {name: leaf}), plain(given | {name: leaf})
         one, other = (torch.autograd.grad(output.square().sum(), leaf)[0] for output in (ours, theirs))
         assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_a_gain_for_each_token_is_left_to_the_reference():
-    assert fused._by_head(torch.ones(4, 1, 1), 4)
-    assert fused._by_head(torch.ones(()), 4)
-    assert not fused._by_head(torch.ones(4, 1), 4)
-    assert not fused._by_head(torch.ones(4, 7, 1), 4)
+    assert attention_correction._is_per_head(torch.ones(4, 1, 1), 4)
+    assert attention_correction._is_per_head(torch.ones(()), 4)
+    assert not attention_correction._is_per_head(torch.ones(4, 1), 4)
+    assert not attention_correction._is_per_head(torch.ones(4, 7, 1), 4)
 
 
 @needs_gpu
@@ -132,14 +125,14 @@ def test_a_gain_for_each_token_is_left_to_the_reference():
 def test_kernels_are_dense(dtype, causal, key_heads, m):
     given = inputs(4, key_heads, m, 64, dtype, "cuda")
     q, _, v, gamma1, gamma2 = given
-    assert fused.fits(q, v, gamma1, gamma2) == (dtype != torch.float32)
+    assert attention_correction.fits(q, v, gamma1, gamma2) == (dtype != torch.float32)
 
     def work(q, k, v, gamma1, gamma2):
         return shaped_attention(q, k, v, gamma1=gamma1, gamma2=gamma2, is_causal=causal)
 
     compare(work, given, causal, TOLERANCE[dtype])
     with torch.no_grad():
-        exact = dense(*(x.double() for x in given), causal=causal)
+        exact = attention_correction.reference(*(x.double() for x in given), scale=None, causal=causal)
         assert_near(work(*given), exact, TOLERANCE[dtype])
 
 
@@ -186,12 +179,10 @@ def test_any_strides_autocast_and_checkpointing(causal):
 
 @needs_gpu
 def test_running_mean_of_a_long_sequence():
-    from shaped.kernels.gpu import attention_correction as kernels
-
     v = torch.randn(1, 1, 20_000, 64, generator=generator(112)).cuda()
     none = torch.zeros(1, 1, 1, 64, device="cuda").expand_as(v)
     mean = torch.empty_like(v)
-    kernels.correct(none, mean, v, v, None, None, 0.0, -1.0, True, False)
+    attention_correction.correct(none, mean, v, v, None, None, 0.0, -1.0, True, False)
     assert (mean - running_mean(v.double(), torch.float64)).abs().max() < 1e-5
 
 

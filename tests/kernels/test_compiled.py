@@ -1,0 +1,78 @@
+"""The GPU kernels, compiled without a GPU: the interpreter accepts code that the compiler rejects."""
+
+import pytest
+
+from triton_interpreter import needs_triton
+
+LEAST_SHARED = 101_376  # bytes a block may have on the smallest GPUs from compute capability 8 on
+HALF_OF_HOPPER = 115_712  # bytes: of 228 KiB a multiprocessor, less 1 KiB a block
+SINGLE = {
+    f"{name}_ptr": "*fp32"
+    for name in (
+        "lse",
+        "gamma1",
+        "gamma2",
+        "gain",
+        "dgamma1",
+        "dgamma2",
+        "dgain",
+        "lam",
+        "gamma",
+        "slope",
+        "lam_terms",
+        "gamma_terms",
+        "slope_terms",
+        "terms",
+        "sums",
+    )
+}
+NUMBERS = {"scale": "fp32"} | dict.fromkeys(("heads", "m", "size", "stride", "count1", "count2", "count3", "end1", "end2"), "i32")
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_kernels_of_training(capability):
+    from shaped.kernels import residual, short_attention
+    from shaped.kernels.gpu import relu_matmul as relu_kernels
+    from shaped.kernels.gpu import residual as residual_kernels
+    from shaped.kernels.gpu import short_attention as short_kernels
+
+    sizes = {"D": 96, "M": 128, "C": 32, "S": short_attention.STAGES, "BLOCK": residual.BLOCK, "ACTIVATED": True}
+    for kernel in (short_kernels.short_attention_kernel, short_kernels.short_attention_backward_kernel):
+        assert measure_shared_memory(kernel, sizes, capability, short_attention.choose_launch_options(128)) <= LEAST_SHARED
+    for kernel in (
+        residual_kernels.residual_kernel,
+        residual_kernels.residual_backward_kernel,
+        residual_kernels.sum_rows_kernel,
+        relu_kernels.relu_kernel,
+        relu_kernels.relu_backward_kernel,
+    ):
+        assert measure_shared_memory(kernel, sizes, capability, {"num_warps": 8}) <= LEAST_SHARED
+
+
+@needs_triton
+@pytest.mark.parametrize("keep", [False, True])
+def test_products_of_hopper(keep):
+    """Two programs fit on a multiprocessor, except for the product that also keeps the ReLU's input."""
+    from shaped.kernels import relu_matmul_hopper as hopper
+    from shaped.kernels.gpu import relu_matmul_hopper as kernels
+
+    sizes = {"N": 3072, "K": 768, "TILE": hopper.TILE, "DEPTH": hopper.DEPTH, "GROUP": hopper.GROUP, "PROGRAMS": 264, "ACTIVATED": not keep}
+    absent = {"hidden": None, "slope_terms_ptr": None} if not keep else {}
+    deep, half, whole = (f"tensordesc<bf16[{rows}, {columns}]>" for rows, columns in ((128, 64), (128, 64), (128, 128)))
+    forward = {"x": deep, "weight": deep, "hidden": half, "out": half, "M": "i32"}
+    backward = {"g": deep, "weight": "tensordesc<bf16[64, 128]>", "x": whole, "dx": whole, "M": "i32"}
+    options, backward_options = {"num_warps": 4, "num_stages": 3}, {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+    used = measure_shared_memory(kernels.relu_matmul_kernel, sizes | absent, 90, options, forward)
+    assert used <= (1 + keep) * HALF_OF_HOPPER
+    used = measure_shared_memory(kernels.relu_matmul_backward_kernel, sizes | absent, 90, backward_options, backward)
+    assert used <= HALF_OF_HOPPER
+
+
+def measure_shared_memory(kernel, sizes, capability, options, others=None) -> int:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    kinds = {name: "constexpr" if name in sizes else (SINGLE | NUMBERS | (others or {})).get(name, "*bf16") for name in kernel.arg_names}
+    source = ASTSource(kernel, kinds, {name: sizes[name] for name in kernel.arg_names if name in sizes})
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
