@@ -143,17 +143,17 @@ def test_reproduce_writes_numbers_pictures_and_report(monkeypatch, capsys, tmp_p
 
 
 def test_the_rate_of_a_known_decay_is_found():
-    from shaped.commands.converge import rate
+    from shaped.commands.converge import fit_rate
 
     def row(n):
         exact = 2.0 / n
         distance = {"value": (exact**2 + 1e-6) ** 0.5, "error": 1e-4, "band": 2e-3, "floor": 1e-3, "p": 0.0}
         return {"width": n, "distances": {"rho": {"ks": distance}}}
 
-    found = rate([row(n) for n in (25, 50, 100, 200, 400)], "rho", "ks")
+    found = fit_rate([row(n) for n in (25, 50, 100, 200, 400)], "rho", "ks")
     assert found is not None
     assert found["rate"] == pytest.approx(1.0, abs=0.02)
-    assert rate([row(n) for n in (25, 3200)], "rho", "ks") is None
+    assert fit_rate([row(n) for n in (25, 3200)], "rho", "ks") is None
 
 
 @pytest.mark.parametrize(
