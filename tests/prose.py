@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ABBREVIATION = r"(?<!e\.g\.)(?<!i\.e\.)(?<!al\.)(?<!Eq\.)(?<!Fig\.)(?<!Sec\.)(?<!App\.)(?<!Def\.)(?<!vs\.)"
+ABBREVIATION = r"(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)(?<!Eq\.)(?<!Fig\.)(?<!Sec\.)(?<!App\.)(?<!Def\.)(?<!vs\.)"
 END = re.compile(rf"(?:(?<=[.!?])|(?<=[.!?]\))){ABBREVIATION}\s+(?=[^\s\d–—=,;)a-z])")
 LITERAL = re.compile(r"\s*(```|\||#|!\[|<!--|$)|    ")  # fences, tables, headings, pictures, marks, blank lines, code
 ITEM = re.compile(r"(\s*(?:[-*]|\d+\.) )")
