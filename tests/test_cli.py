@@ -220,6 +220,33 @@ def test_version_and_help(monkeypatch, capsys):
     assert "simulate" in capsys.readouterr().out
 
 
+def test_help_has_panels_choices_and_brackets(monkeypatch, capsys):
+    """Brackets in a help text would vanish if they were taken for markup."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(monkeypatch, "simulate", "--help") == 0
+    shown = capsys.readouterr().out
+    for panel in ("Layers", "Attention", "Simulation", "Where it runs", "Output"):
+        assert f"─ {panel} ─" in shown
+    for words in ("[cone|euler]", "[cpu|cuda|cuda:N]", "[causal|alibi|FILE.npy]", "[tokens, tokens] or [heads, tokens, tokens]"):
+        assert words in shown
+    assert run(monkeypatch, "reproduce", "--help") == 0
+    assert "[quick|paper]" in capsys.readouterr().out
+
+
+def test_the_shell_completes_commands_options_and_choices(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the shell is an argument, not detected
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(monkeypatch, "--install-completion", "bash") == 0
+    assert "_SHAPED_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "shaped.sh").read_text()
+    capsys.readouterr()
+    monkeypatch.setenv("_SHAPED_COMPLETE", "complete_bash")
+    for words, wanted in (("shaped sim", "simulate"), ("shaped simulate --meth", "--method"), ("shaped simulate --method e", "euler")):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        assert run(monkeypatch) == 0
+        assert capsys.readouterr().out.split() == [wanted]
+
+
 def test_an_interrupted_write_leaves_no_file(tmp_path):
     def break_off(file):
         file.write(b"half")

@@ -29,7 +29,7 @@ def main() -> None:
     try:
         interrupts.loaded()
         warnings.showwarning = show_warning
-        code = app(standalone_mode=False)
+        code = app(prog_name="shaped", standalone_mode=False)  # also as `python -m shaped`: completion is for the name
         flush()
         if code == interrupts.INTERRUPTED:
             raise KeyboardInterrupt
