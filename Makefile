@@ -2,7 +2,7 @@
 PYTHON ?= python3
 bin := .venv/bin
 
-.PHONY: run test lint types imports unit hf-common verify bench clean
+.PHONY: run test lint types imports unit coverage hf-common verify bench bench-check clean
 
 run: .venv/installed
 	$(bin)/shaped reproduce all --scale quick --out out
@@ -22,6 +22,10 @@ imports: .venv/installed
 unit: .venv/installed
 	$(bin)/pytest
 
+# The share of lines that the tests run, by file; those that they run in processes of their own do not count.
+coverage: .venv/installed
+	$(bin)/pytest --cov=shaped --cov-report=term:skip-covered
+
 # transformers' own tests over the models of this package; fetches them through pip the first time.
 hf-common: .venv/installed
 	$(bin)/python tests/hf/common/run.py -n 2 -q
@@ -34,6 +38,10 @@ verify: .venv/installed hf-common
 
 bench: .venv/installed
 	for benchmark in limit finite attention train; do $(bin)/python benchmarks/$$benchmark.py || exit 1; done
+
+# Fails if a ratio of times is more than 10 % worse than the committed one; `python benchmarks/check.py --write` commits new ones.
+bench-check: .venv/installed
+	$(bin)/python benchmarks/check.py
 
 # Made anew whenever what is to be installed changes; the file is written last, so an interrupted install is tried again.
 .venv/installed: pyproject.toml constraints.txt

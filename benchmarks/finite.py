@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ BLOCK = shaped.ShapedAttention(GAMMA) >> shaped.ShapedFeedForward(GAMMA)
 V0 = shaped.equicorrelated(M, 0.2)
 
 
-def explicit(samples: int, layers: int, device: str) -> float:
-    """Seconds for one sample and layer with explicit weights; on a GPU `samples` networks are computed side by side."""
+def prepare_explicit(samples: int, layers: int, device: str) -> Callable[[], None]:
+    """Networks with explicit weights; on a GPU `samples` of them are computed side by side."""
     how: dict[str, Any] = {"device": device, "dtype": torch.float32}
     generator = torch.Generator(device).manual_seed(0)
     X = torch.randn(samples, M, N, generator=generator, **how)
@@ -47,23 +48,29 @@ def explicit(samples: int, layers: int, device: str) -> float:
             hidden = shaped_relu(x @ before * scale, negative)
             x = lam * x + GAMMA * math.sqrt(he_constant(negative) / N) * (hidden @ after)
 
-    return median_seconds(work, repeats=5) / (samples * layers)
+    return work
+
+
+def explicit(samples: int, layers: int, device: str) -> float:
+    """Seconds for one sample and layer with explicit weights."""
+    return median_seconds(prepare_explicit(samples, layers, device), repeats=5) / (samples * layers)
+
+
+def run_propagate(samples: int, d: int, device: str, dtype: torch.dtype) -> None:
+    shaped.propagate(BLOCK, V0, n=N, d=d, samples=samples, seed=0, record="last", device=device, dtype=dtype, progress=False)
 
 
 def ours(device: str, dtype: torch.dtype, samples: int = SAMPLES, repeats: int = 3) -> float:
     """Seconds for one sample and layer."""
+    return median_seconds(lambda: run_propagate(samples, D, device, dtype), repeats=repeats) / (samples * D)
 
-    def work() -> None:
-        shaped.propagate(BLOCK, V0, n=N, d=D, samples=samples, seed=0, record="last", device=device, dtype=dtype, progress=False)
 
-    return median_seconds(work, repeats=repeats) / (samples * D)
+def run_attention_only(n: int, d: int) -> None:
+    shaped.propagate(shaped.ShapedAttention(GAMMA), V0, n=n, d=d, samples=SAMPLES, seed=0, record="last", progress=False)
 
 
 def attention_at(n: int) -> float:
-    def work() -> None:
-        shaped.propagate(shaped.ShapedAttention(GAMMA), V0, n=n, d=D, samples=SAMPLES, seed=0, record="last", progress=False)
-
-    return median_seconds(work, repeats=7)
+    return median_seconds(lambda: run_attention_only(n, D), repeats=7)
 
 
 def main() -> None:

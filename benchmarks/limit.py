@@ -55,26 +55,29 @@ class DenseSDE(torch.nn.Module):
         return vectors * values.clamp(min=0.0).sqrt()[:, None, :] @ vectors.mT
 
 
-def per_sample_step(m: int, samples: int, steps: int, repeats: int) -> float:
+def run_solve(m: int, samples: int, steps: int) -> None:
     V0 = shaped.equicorrelated(m, 0.2)
-    seconds = median_seconds(
-        lambda: shaped.solve(BLOCK, V0, T=0.01 * steps, steps=steps, samples=samples, seed=0, record="last", progress=False),
-        repeats=repeats,
-    )
-    return seconds / (samples * steps)
+    shaped.solve(BLOCK, V0, T=0.01 * steps, steps=steps, samples=samples, seed=0, record="last", progress=False)
 
 
-def torchsde_per_sample_step(m: int, root: str) -> float:
+def per_sample_step(m: int, samples: int, steps: int, repeats: int) -> float:
+    return median_seconds(lambda: run_solve(m, samples, steps), repeats=repeats) / (samples * steps)
+
+
+def run_torchsde(m: int, root: str, samples: int, steps: int) -> None:
     import torchsde
 
-    samples, steps = max(8, 2048 // m**2), 5
     y0 = vech(shaped.equicorrelated(m, 0.2)).expand(samples, -1)
     times = torch.tensor([0.0, 0.01 * steps], dtype=torch.float64)
     brownian = torchsde.BrownianInterval(0.0, 0.01 * steps, size=(samples, y0.shape[1]), dtype=torch.float64, entropy=0)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        seconds = median_seconds(lambda: torchsde.sdeint(DenseSDE(m, root), y0, times, bm=brownian, method="euler", dt=0.01), repeats=5)
-    return seconds / (samples * steps)
+        torchsde.sdeint(DenseSDE(m, root), y0, times, bm=brownian, method="euler", dt=0.01)
+
+
+def torchsde_per_sample_step(m: int, root: str) -> float:
+    samples, steps = max(8, 2048 // m**2), 5
+    return median_seconds(lambda: run_torchsde(m, root, samples, steps), repeats=5) / (samples * steps)
 
 
 def against_torchsde() -> list[dict[str, Any]]:

@@ -143,17 +143,17 @@ def test_reproduce_writes_numbers_pictures_and_report(monkeypatch, capsys, tmp_p
 
 
 def test_the_rate_of_a_known_decay_is_found():
-    from shaped.commands.converge import rate
+    from shaped.commands.converge import fit_rate
 
     def row(n):
         exact = 2.0 / n
         distance = {"value": (exact**2 + 1e-6) ** 0.5, "error": 1e-4, "band": 2e-3, "floor": 1e-3, "p": 0.0}
         return {"width": n, "distances": {"rho": {"ks": distance}}}
 
-    found = rate([row(n) for n in (25, 50, 100, 200, 400)], "rho", "ks")
+    found = fit_rate([row(n) for n in (25, 50, 100, 200, 400)], "rho", "ks")
     assert found is not None
     assert found["rate"] == pytest.approx(1.0, abs=0.02)
-    assert rate([row(n) for n in (25, 3200)], "rho", "ks") is None
+    assert fit_rate([row(n) for n in (25, 3200)], "rho", "ks") is None
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,33 @@ def test_version_and_help(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("shaped 0.")
     assert run(monkeypatch) == 0
     assert "simulate" in capsys.readouterr().out
+
+
+def test_help_has_panels_choices_and_brackets(monkeypatch, capsys):
+    """Brackets in a help text would vanish if they were taken for markup."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(monkeypatch, "simulate", "--help") == 0
+    shown = capsys.readouterr().out
+    for panel in ("Layers", "Attention", "Simulation", "Where it runs", "Output"):
+        assert f"─ {panel} ─" in shown
+    for words in ("[cone|euler]", "[cpu|cuda|cuda:N]", "[causal|alibi|FILE.npy]", "[tokens, tokens] or [heads, tokens, tokens]"):
+        assert words in shown
+    assert run(monkeypatch, "reproduce", "--help") == 0
+    assert "[quick|paper]" in capsys.readouterr().out
+
+
+def test_the_shell_completes_commands_options_and_choices(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the shell is an argument, not detected
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(monkeypatch, "--install-completion", "bash") == 0
+    assert "_SHAPED_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "shaped.sh").read_text()
+    capsys.readouterr()
+    monkeypatch.setenv("_SHAPED_COMPLETE", "complete_bash")
+    for words, wanted in (("shaped sim", "simulate"), ("shaped simulate --meth", "--method"), ("shaped simulate --method e", "euler")):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        assert run(monkeypatch) == 0
+        assert capsys.readouterr().out.split() == [wanted]
 
 
 def test_an_interrupted_write_leaves_no_file(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from shaped.files import read_array
 from shaped.layers import Chain, Layer, ShapedAttention, ShapedFeedForward, ShapedPerceptron, alibi
@@ -25,8 +26,13 @@ class BlockSettings:
     c_minus: float = -1.0
     rho: float = 0.2
 
-    def layer(self) -> Layer:
-        made = {
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Self:
+        """From a command's arguments, of which some are no settings."""
+        return cls(**{name: value for name, value in options.items() if name in cls.__dataclass_fields__})
+
+    def build_layer(self) -> Layer:
+        makers = {
             "attention": lambda: ShapedAttention(
                 self.gamma, self.tau0, self.heads, self.project, read_mask(self.mask, self.tokens, self.heads)
             ),
@@ -34,9 +40,9 @@ class BlockSettings:
             "perceptron": lambda: ShapedPerceptron(self.c_plus, self.c_minus),
         }
         for name in self.names:
-            if name not in made:
-                raise ValueError(f"layers must be a list of {', '.join(made)}, got {name!r}")
-        return Chain(*(made[name]() for name in self.names))
+            if name not in makers:
+                raise ValueError(f"layers must be a list of {', '.join(makers)}, got {name!r}")
+        return Chain(*(makers[name]() for name in self.names))
 
     @property
     def names(self) -> list[str]:
@@ -44,7 +50,7 @@ class BlockSettings:
 
 
 def read_mask(mask: str | None, tokens: int, heads: int) -> Mask:
-    """None, "causal", "alibi", or what a .npy file holds: a bias, [tokens, tokens] or [heads, tokens, tokens]."""
+    """None, "causal", "alibi", or the bias in a .npy file, [tokens, tokens] or [heads, tokens, tokens]."""
     if mask is None or mask == "causal":
         return mask
     if mask == "alibi":

@@ -8,20 +8,26 @@ from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from functools import cache
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
+import typer
 
 import shaped
-from shaped.checks import positive, whole_number
+from shaped.checks import positive, whole_number, whole_numbers
+from shaped.commands import options
 from shaped.commands.blocks import BlockSettings
+from shaped.commands.options import LAYER, SOLVER
+from shaped.commands.results import check_folder, show_results, write_results
 from shaped.compare import Distance, compare
 from shaped.covariance import equicorrelated
 from shaped.finite import propagate
 from shaped.layers.base import Sizes
 from shaped.limit import solve
 from shaped.trajectory import Trajectory
+from shaped.workers import working_on
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,6 +56,37 @@ class Settings(BlockSettings):
         return min(self.samples, max(512, round(self.samples * cost(100) / cost(n))))
 
 
+def converge(
+    widths: Annotated[str, typer.Option(help="Widths n, separated by commas.", rich_help_panel=LAYER)] = "25,50,100,200,400,800,1600,3200",
+    horizon: Annotated[float, typer.Option(help="Depth/width: depth is horizon times width.", rich_help_panel=LAYER)] = 0.75,
+    layers: options.Layers = "attention,feedforward",
+    tokens: options.Tokens = 4,
+    gamma: options.Gamma = 8**-0.5,
+    tau0: options.Tau0 = 1.0,
+    heads: options.Heads = 1,
+    project: options.Project = False,
+    mask: options.Mask = None,
+    c_plus: options.CPlus = 0.0,
+    c_minus: options.CMinus = -1.0,
+    rho: options.Rho = 0.2,
+    samples: Annotated[int, typer.Option(help="Networks at small widths; twice as many paths of the SDE.", rich_help_panel=SOLVER)] = 65536,
+    step: options.Step = 0.0025,
+    seed: options.Seed = 0,
+    upper: options.Upper = 1e4,
+    workers: options.Workers = None,
+    scheduler: options.Scheduler = None,
+    out: options.Out = Path("out"),
+    as_json: options.Json = False,
+) -> None:
+    """Measure how fast finite networks approach the SDE as the width grows."""
+    settings = Settings.from_options(locals() | {"widths": whole_numbers("widths", widths)})
+    check_folder(out)
+    with working_on(workers, scheduler) as executor:
+        summary = compute(settings, executor, progress=False if as_json else None)
+    written = write_results(out, "converge", summary, lambda: draw(summary))
+    show_results(summary, make_table(summary), describe_rates(summary), written, as_json)
+
+
 def compute(settings: Settings, executor: Executor | None = None, progress: bool | None = None) -> dict[str, Any]:
     """Distances at each width, with errors and bands, and the fitted rates."""
     if not settings.widths:
@@ -58,7 +95,7 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
     whole_number("samples", settings.samples, least=2)
     positive("step", settings.step)
     T = positive("horizon", settings.horizon)
-    layer, V0 = settings.layer(), equicorrelated(settings.tokens, settings.rho)
+    layer, V0 = settings.build_layer(), equicorrelated(settings.tokens, settings.rho)
     for n in settings.widths:
         if n < settings.tokens:
             raise ValueError(f"widths must be at least {settings.tokens}, the number of tokens, got {n}")
@@ -106,23 +143,23 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
         "version": shaped.__version__,
         "settings": asdict(settings) | {"widths": list(settings.widths)},
         "rows": rows,
-        "rates": {name: {measure: rate(rows, name, measure) for measure in MEASURES} for name in STATISTICS},
+        "rates": {name: {measure: fit_rate(rows, name, measure) for measure in MEASURES} for name in STATISTICS},
         "seconds": time.perf_counter() - began,
     }
 
 
-def excess(distance: dict[str, float]) -> tuple[float, float]:
-    """What of a distance is more than two samples of one law show, and its error."""
+def subtract_floor(distance: dict[str, float]) -> tuple[float, float]:
+    """The part of a distance beyond that of two samples of one law, and its error."""
     value = math.sqrt(max(0.0, distance["value"] ** 2 - distance["floor"] ** 2))
     return value, distance["error"] * distance["value"] / max(value, 1e-12)
 
 
-def rate(rows: list[dict[str, Any]], name: str, measure: str) -> dict[str, float] | None:
+def fit_rate(rows: list[dict[str, Any]], name: str, measure: str) -> dict[str, float] | None:
     """r ± error of distance ~ n^-r, over the widths at which the distance stands out of the sampling noise; None if fewer than 3 do."""
     points = []
     for row in rows:
         distance = row["distances"][name][measure]
-        value, error = excess(distance)
+        value, error = subtract_floor(distance)
         if distance["value"] > distance["band"] and value > 2 * error:
             points.append((math.log(row["width"]), math.log(value), error / value))
     if len(points) < 3:
@@ -134,7 +171,7 @@ def rate(rows: list[dict[str, Any]], name: str, measure: str) -> dict[str, float
     return {"rate": float(-slope), "error": float(math.sqrt(covariance[1, 1])), "widths": len(points)}
 
 
-def table(summary: dict[str, Any]) -> Table:
+def make_table(summary: dict[str, Any]) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -146,17 +183,17 @@ def table(summary: dict[str, Any]) -> Table:
         cells = [str(row["width"]), str(row["samples"])]
         for name in STATISTICS:
             ks = row["distances"][name]["ks"]
-            cells += [with_error(ks), f"< {ks['band']:.4f}"]
+            cells += [format_with_error(ks), f"< {ks['band']:.4f}"]
         made.add_row(*cells)
     return made
 
 
-def with_error(distance: dict[str, float]) -> str:
+def format_with_error(distance: dict[str, float]) -> str:
     """0.0123(45) is 0.0123 with a standard error of 0.0045."""
     return f"{distance['value']:.4f}({round(1e4 * distance['error'])})"
 
 
-def remark(summary: dict[str, Any]) -> str:
+def describe_rates(summary: dict[str, Any]) -> str:
     lines = []
     for name in STATISTICS:
         for measure, title in zip(MEASURES, TITLES, strict=True):

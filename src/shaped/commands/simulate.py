@@ -7,18 +7,24 @@ import time
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import typer
 from jaxtyping import Float
 
 import shaped
 from shaped.checks import positive, whole_number
+from shaped.commands import options
 from shaped.commands.blocks import BlockSettings
+from shaped.commands.options import LAYER, SOLVER, show_choices
+from shaped.commands.results import check_folder, show_results, write_results
 from shaped.covariance import equicorrelated
 from shaped.figures.shared.density import densities, pairs
 from shaped.intervals import share_text
 from shaped.limit import default_steps, solve
+from shaped.workers import working_on
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,13 +48,58 @@ class Settings(BlockSettings):
     device: str = "cpu"
 
 
+def simulate(
+    layers: options.Layers = "attention,feedforward",
+    tokens: options.Tokens = 4,
+    width: Annotated[int, typer.Option(help="Width n.", rich_help_panel=LAYER)] = 200,
+    depth: Annotated[int, typer.Option(help="Depth d; the horizon is depth/width.", rich_help_panel=LAYER)] = 150,
+    gamma: options.Gamma = 8**-0.5,
+    tau0: options.Tau0 = 1.0,
+    heads: options.Heads = 1,
+    project: options.Project = False,
+    mask: options.Mask = None,
+    c_plus: options.CPlus = 0.0,
+    c_minus: options.CMinus = -1.0,
+    rho: options.Rho = 0.2,
+    samples: options.Samples = 4096,
+    step: Annotated[
+        float | None,
+        typer.Option(help="Time step of the SDE; by default at most 0.01, and shorter where the layers need it.", rich_help_panel=SOLVER),
+    ] = None,
+    seed: options.Seed = 0,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Step in the cone of covariances, or Euler with projection.", rich_help_panel=SOLVER, **show_choices("cone", "euler")
+        ),
+    ] = "cone",
+    upper: options.Upper = 1e4,
+    lower: Annotated[
+        float | None, typer.Option(help="Stop a path whose smallest eigenvalue falls below this.", rich_help_panel=SOLVER)
+    ] = None,
+    device: options.Device = "cpu",
+    workers: options.Workers = None,
+    scheduler: options.Scheduler = None,
+    out: options.Out = Path("out"),
+    as_json: options.Json = False,
+) -> None:
+    """Sample the covariance SDE; by default at the setting of the paper's Figure 1."""
+    settings = Settings.from_options(locals())
+    check_folder(out)
+    with working_on(workers, scheduler) as executor:
+        summary, arrays = compute(settings, executor, progress=False if as_json else None)
+    picture = (lambda: draw(summary, arrays)) if "rho_density" in arrays else None
+    written = write_results(out, "simulate", summary, picture)
+    show_results(summary, make_table(summary), describe_run(summary), written, as_json)
+
+
 def compute(
     settings: Settings, executor: Executor | None = None, progress: bool | None = None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The summary, which is JSON, and the arrays that `draw` reads."""
     for name in ("tokens", "width", "depth"):
         whole_number(name, getattr(settings, name))
-    T, layer = settings.depth / settings.width, settings.layer()
+    T, layer = settings.depth / settings.width, settings.build_layer()
     steps = default_steps(layer, settings.tokens, T) if settings.step is None else max(1, round(T / positive("step", settings.step)))
     V0 = equicorrelated(settings.tokens, settings.rho)
     frames = max(1, min(64, SERIES_MEMORY // (8 * max(1, settings.samples) * settings.tokens**2)))
@@ -105,7 +156,7 @@ def summarise(values: Float[np.ndarray, "sample entry"]) -> dict[str, Any] | Non
     }
 
 
-def table(summary: dict[str, Any]) -> Table:
+def make_table(summary: dict[str, Any]) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -123,7 +174,7 @@ def table(summary: dict[str, Any]) -> Table:
     return made
 
 
-def remark(summary: dict[str, Any]) -> str:
+def describe_run(summary: dict[str, Any]) -> str:
     settings = summary["settings"]
     return f"{settings['steps']} steps in {summary['seconds']:.2f} s; seed {settings['seed']}"
 

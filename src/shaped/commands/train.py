@@ -13,22 +13,15 @@ from typing import Annotated, Any
 import typer
 
 from shaped.checks import whole_numbers
-from shaped.commands.lines import Lines, complaint
+from shaped.commands.console import Lines, print_error
+from shaped.commands.options import PLACE
 from shaped.train.run import settings as training
 
-app = typer.Typer(rich_markup_mode=None)
-text = typer.Typer(rich_markup_mode=None, help="Text for training.", no_args_is_help=True)
-app.add_typer(text, name="data")
+app = typer.Typer()
+text = typer.Typer(help="Text for training.", no_args_is_help=True)
+app.add_typer(text, name="data", rich_help_panel="Training")
 
 
-def a_path(text: str) -> Path:
-    """Of an option. Empty, as from an unset variable of a shell, it would be the folder that one is in."""
-    if not text:
-        raise typer.BadParameter("must be a path, got ''")
-    return Path(text)
-
-
-PLACE: dict[str, Any] = {"parser": a_path, "metavar": "PATH"}
 UNFINISHED = 75  # EX_TEMPFAIL of sysexits.h: training stopped before its end, and the same command goes on
 
 
@@ -49,7 +42,7 @@ def prepare(
 
     how: dict[str, Any] = {"vocab": vocab, "length": length, "valid_share": valid_share, "cased": cased, "tokens": tokens}
     lines = Lines()
-    made = data.prepare(text, out, valid=valid, progress=is_terminal(), say=complaint, **how)
+    made = data.prepare(text, out, valid=valid, progress=is_terminal(), say=print_error, **how)
     for part in ("train", "valid"):
         about = made.facts[part]
         cut = ", stopped at the limit: the rest is left out" if about["stopped_at_limit"] else ""
@@ -89,7 +82,7 @@ Preset = Annotated[
 ]
 
 
-@app.command()
+@app.command(rich_help_panel="Training")
 @from_settings
 def pretrain(config: Path | None, given: dict[str, Any]) -> None:
     """Train a model on prepared text; the same command goes on with a run that was interrupted, or whose minutes were over (status 75).
@@ -105,7 +98,7 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
     say = lines.say if is_first() else (lambda line: None)
     say(settings.to_toml())
     try:
-        result = loop.pretrain(settings, progress=is_terminal(), say=complaint)
+        result = loop.pretrain(settings, progress=is_terminal(), say=print_error)
     except loop.Stopped as stopped:
         say(stopped)
         raise typer.Exit(UNFINISHED) from None
@@ -114,7 +107,7 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
     lines.end(settings.out)
 
 
-@app.command()
+@app.command(rich_help_panel="Training")
 def study(
     file: Annotated[Path, typer.Argument(help="TOML file: out, minutes, [defaults], [[run]]…")],
     minutes: Annotated[float | None, typer.Option(help="Time for all runs; the same command goes on.")] = None,
@@ -142,7 +135,7 @@ def study(
     lines.end(folder)
 
 
-@app.command()
+@app.command(rich_help_panel="Training")
 def collect(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, folders with such folders, or files that this made.")],
     out: Annotated[Path, typer.Option(help="JSON file; the metrics go beside it, into a file that ends in .jsonl.", **PLACE)],
@@ -160,7 +153,7 @@ def collect(
     lines.end(out)
 
 
-@app.command()
+@app.command(rich_help_panel="Training")
 def glue(
     runs: Annotated[list[Path], typer.Argument(help="Finished runs of `shaped pretrain`.")],
     task: Annotated[list[str], typer.Option(help="cola, mrpc or rte; repeatable.")],
@@ -187,7 +180,7 @@ def glue(
             try:
                 summary = tuning.glue(run, settings, data, say=(lambda line: None) if as_json else lines.say, steppers=steppers)
             except tuning.Diverged as error:  # the others may not
-                complaint(f"shaped: {run}, {settings.task}: {error}")
+                print_error(f"shaped: {run}, {settings.task}: {error}")
                 diverged = True
                 continue
             if as_json:
