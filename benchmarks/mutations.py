@@ -44,6 +44,7 @@ TESTS = [
     "tests/test_finite.py",
     "tests/test_stepping.py",
     "tests/test_errors.py",
+    "tests/nn/test_functional.py",
     "tests/nn/test_modules.py",
 ]
 EQUIVALENT = ROOT / "benchmarks" / "equivalent_mutants.toml"
@@ -53,27 +54,27 @@ Tests = dict[str, dict[str, Any]]  # by id: seconds, and the functions reached, 
 
 def main() -> None:
     options = parse_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `fork` ends its child
     preload()
     files = [path for name in options.files for path in (sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name])]
     every = [mutant for path in files for mutant in make_mutants(str(path.relative_to(PACKAGE)), path.read_text())]
     equivalent = tomllib.loads(EQUIVALENT.read_text())
     if unknown := [name for name in equivalent if name not in {mutant.name for mutant in every} and not options.files_given]:
         sys.exit(f"{EQUIVALENT.name} must list mutants that exist, got {unknown[0]!r}")
-    judged = [mutant for mutant in every if mutant.name not in equivalent]
-    count = len(judged) if options.count is None else min(options.count, len(judged))
-    chosen = random.Random(options.seed).sample(judged, count)
+    sample = random.Random(options.seed).sample(every, min(options.count or len(every), len(every)))
+    chosen = [mutant for mutant in sample if mutant.name not in equivalent]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "shaped"
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         state = State(options.tests, options.longest)
-        if not state.tests:
-            print("measuring the tests", flush=True)
-            state.tests = fork(lambda: measure(copy, options.tests, files, options.longest), cpu=3600, wall=3600) or {}
-            if not state.tests:
+        if changed := state.unmeasured():
+            print("measuring the tests of", *changed, flush=True)
+            measured = fork(lambda: measure(copy, changed, files, options.longest), cpu=3600, wall=3600)
+            if not measured:
                 sys.exit("tests must pass on the unchanged package, got none that does")
-            state.save()
-        results = [test(mutant, copy, state, options.budget) for mutant in announce(chosen, state)]
-    write_report(Path(options.out), chosen, results, len(every), len(every) - len(judged), state)
+            state.add_tests(measured)
+        results = [test(mutant, copy, state, options) for mutant in announce(chosen, state)]
+    write_report(options, chosen, results, {"mutants": len(every), "equivalent": len(sample) - len(chosen), "tests": len(state.tests)})
 
 
 def parse_options() -> argparse.Namespace:
@@ -84,6 +85,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--longest", type=float, default=3.0, help="CPU seconds of the longest test that is run")
     parser.add_argument("--budget", type=float, default=40.0, help="CPU seconds of tests for one mutant")
+    parser.add_argument("--new", nargs="+", default=[], help="files of tests to run last; the report says how many mutants only they kill")
     parser.add_argument("--out", default=str(ROOT / "docs" / "results" / "mutations.json"))
     options = parser.parse_args()
     options.files_given = options.files != FILES
@@ -106,29 +108,45 @@ class State:
     """What is known so far: the measured tests and the finished mutants. Kept on disk."""
 
     def __init__(self, tests: list[str], longest: float):
-        hashed = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path.is_file()]
-        self.of_tests = digest([*(path.read_bytes() for path in hashed), repr((tests, longest)).encode()])
+        every = [path for name in tests for path in (sorted((ROOT / name).rglob("*.py")) if (ROOT / name).is_dir() else [ROOT / name])]
+        shared = [path.read_bytes() for path in sorted((ROOT / "tests").rglob("*.py")) if not path.name.startswith("test_")]
         self.of_files = {str(path.relative_to(PACKAGE)): digest([path.read_bytes()]) for path in sorted(PACKAGE.rglob("*.py"))}
-        kept = json.loads(STATE.read_text()) if STATE.exists() else {}
-        self.done: dict[str, dict[str, Any]] = kept.get("done", {})
-        same = kept.get("of_tests") == self.of_tests and kept.get("of_files") == self.of_files
-        self.tests: Tests = kept["tests"] if same else {}
+        around = [*shared, repr((longest, self.of_files)).encode()]
+        self.of_tests = {
+            str(path.relative_to(ROOT)): digest([path.read_bytes(), *around]) for path in every if path.name.startswith("test_")
+        }
+        kept = json.loads(STATE.read_text()) if STATE.exists() else {"done": {}, "tests": {}, "measured": {}}
+        self.done: dict[str, dict[str, Any]] = kept["done"]
+        self.measured = {file: of for file, of in kept["measured"].items() if self.of_tests.get(file) == of}
+        self.tests: Tests = {id: about for id, about in kept["tests"].items() if id.partition("::")[0] in self.measured}
+
+    def unmeasured(self) -> list[str]:
+        """The files of tests that are new, or changed since they were measured."""
+        return [file for file in self.of_tests if file not in self.measured]
+
+    def add_tests(self, measured: Tests) -> None:
+        self.tests |= measured
+        self.measured = dict(self.of_tests)
+        self.save()
 
     def get(self, mutant: Mutant) -> dict[str, Any] | None:
         """The result for a mutant, if its file did not change since, and for a survivor if the tests did not."""
         known = self.done.get(mutant.name)
-        fresh = known and known["file"] == self.of_files[mutant.file] and (known["killed"] or known["tests"] == self.of_tests)
+        fresh = known and known["file"] == self.of_files[mutant.file] and (known["killed"] or known["tests"] == self.known_tests())
         return known if fresh else None
 
     def put(self, mutant: Mutant, result: dict[str, Any]) -> dict[str, Any]:
-        self.done[mutant.name] = result | {"file": self.of_files[mutant.file], "tests": self.of_tests}
+        self.done[mutant.name] = result | {"file": self.of_files[mutant.file], "tests": self.known_tests()}
         self.save()
         return self.done[mutant.name]
+
+    def known_tests(self) -> str:
+        return digest(map(str.encode, self.of_tests.values()))
 
     def save(self) -> None:
         STATE.parent.mkdir(exist_ok=True)
         part = STATE.with_suffix(".part")
-        part.write_text(json.dumps({"of_tests": self.of_tests, "of_files": self.of_files, "tests": self.tests, "done": self.done}))
+        part.write_text(json.dumps({"measured": self.measured, "tests": self.tests, "done": self.done}))
         part.replace(STATE)
 
 
@@ -149,11 +167,11 @@ def announce(mutants: list[Mutant], state: State) -> Generator[Mutant]:
             print(f"{number} of {len(mutants)}, {killed} killed, {time.monotonic() - began:.0f} s", flush=True)
 
 
-def test(mutant: Mutant, copy: Path, state: State, budget: float) -> dict[str, Any]:
+def test(mutant: Mutant, copy: Path, state: State, options: argparse.Namespace) -> dict[str, Any]:
     """Runs the tests that reach a mutant in a copy of the package. Killed: one failed, timed out, or the package did not load."""
     if known := state.get(mutant):
         return known
-    ids = nearest_tests(mutant, state.tests, budget)
+    ids = nearest_tests(mutant, state.tests, options.budget, options.new)
     seconds = sum(state.tests[id]["seconds"] for id in ids)
     path = copy / mutant.file
     original, times = path.read_bytes(), path.stat().st_mtime
@@ -170,8 +188,8 @@ def test(mutant: Mutant, copy: Path, state: State, budget: float) -> dict[str, A
     return state.put(mutant, result or {"killed": True, "by": "time limit, or a crash"})
 
 
-def nearest_tests(mutant: Mutant, tests: Tests, budget: float) -> list[str]:
-    """The tests that reach the changed function, the fastest first, for as long as the budget lasts.
+def nearest_tests(mutant: Mutant, tests: Tests, budget: float, new: list[str]) -> list[str]:
+    """The tests that reach the changed function, the fastest first, for as long as the budget lasts; then the new ones.
 
     A change of a class or a module is reached by all tests that reach one of its functions.
     """
@@ -180,12 +198,14 @@ def nearest_tests(mutant: Mutant, tests: Tests, budget: float) -> list[str]:
     def reaches(functions: list[str]) -> bool:
         return any(name == here or name.startswith(f"{here}." if mutant.function else here) for name in functions)
 
+    def is_new(id: str) -> bool:
+        return id.partition("::")[0] in new
+
     kept, total = list[str](), 0.0
-    for id in sorted((id for id in tests if reaches(tests[id]["reached"])), key=lambda id: tests[id]["seconds"]):
-        total += tests[id]["seconds"]
-        if total > budget:
-            break
-        kept.append(id)
+    for id in sorted((id for id in tests if reaches(tests[id]["reached"])), key=lambda id: (is_new(id), tests[id]["seconds"])):
+        total += 0.0 if is_new(id) else tests[id]["seconds"]
+        if total <= budget or is_new(id):
+            kept.append(id)
     return kept
 
 
@@ -287,7 +307,7 @@ class Measure:
             return (yield)
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)  # pyright: ignore[reportArgumentType] (documented)
+            threading.setprofile(None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Generator[None, Any, Any]:
@@ -308,7 +328,7 @@ class Measure:
         return done
 
 
-def write_report(path: Path, mutants: list[Mutant], results: list[dict[str, Any]], every: int, equivalent: int, state: State) -> None:
+def write_report(options: argparse.Namespace, mutants: list[Mutant], results: list[dict[str, Any]], about: dict[str, int]) -> None:
     """Counts, shares and survivors. Imports `shaped`, so it comes last."""
     from common import report
 
@@ -318,20 +338,20 @@ def write_report(path: Path, mutants: list[Mutant], results: list[dict[str, Any]
         total, killed = Counter(map(of, mutants)), Counter(of(m) for m, result in zip(mutants, results, strict=True) if result["killed"])
         return {name: {"mutants": total[name], "killed": killed[name]} for name in sorted(total)}
 
-    killed = sum(result["killed"] for result in results)
-    low, high = share_interval(killed, len(mutants))
-    print(f"killed: {killed} of {len(mutants)}, {100 * killed / len(mutants):.1f} % ({100 * low:.1f} to {100 * high:.1f})")
+    def share(killed: int) -> dict[str, Any]:
+        low, high = share_interval(killed, len(mutants))
+        print(f"killed: {killed} of {len(mutants)}, {100 * killed / len(mutants):.1f} % ({100 * low:.1f} to {100 * high:.1f})")
+        return {"killed": killed, "share": killed / len(mutants), "interval": [low, high]}
+
+    killers = [result["by"] for result in results if result["killed"]]
     survivors = [(m, result["by"]) for m, result in zip(mutants, results, strict=True) if not result["killed"]]
+    counts = about | {"run": len(mutants)} | share(len(killers))
+    if options.new:
+        counts["without the new tests"] = share(sum(by.partition("::")[0] not in options.new for by in killers))
     report(
-        path,
-        {
-            "mutants": every,
-            "equivalent": equivalent,
-            "run": len(mutants),
-            "killed": killed,
-            "share": killed / len(mutants),
-            "interval": [low, high],
-            "tests": len(state.tests),
+        Path(options.out),
+        counts
+        | {
             "files": counted(lambda mutant: mutant.file),
             "kinds": counted(lambda mutant: mutant.kind),
             "survivors": [{"line": m.line, "mutant": m.name} | ({"why": why} if why else {}) for m, why in survivors],

@@ -5,6 +5,7 @@ A statistical test notices an error of 5 % in a mean. These tests notice any cha
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import oracle
@@ -230,7 +231,7 @@ def gram_step(L, F, lam, gamma, n, stream, like):
 @pytest.mark.parametrize("switch", ["", "identity", "centre", "temperature", "lam"])
 def test_attention_on_the_covariance(mask, n, n_k, switch):
     given, bias = MASKS[mask]
-    changed = {} if not switch else {"lam": 0.5} if switch == "lam" else {switch: False}
+    changed: dict[str, Any] = {} if not switch else {"lam": 0.5} if switch == "lam" else {switch: False}
     layer = shaped.ShapedAttention(0.6, 0.7, mask=given, **changed)
     V, (stream, same) = random_covariance(3, 16, (4,)), twins(17)
     found = layer.advance_gram(Point(matrix=V), Sizes(n, n_k), stream).V
