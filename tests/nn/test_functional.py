@@ -45,21 +45,21 @@ def test_he_constant_keeps_the_variance():
 
 
 def test_attention_matrices():
-    """A = gamma1 I + softmax(Y + B) - gamma2 softmax(B), also where there are more keys than queries."""
+    """A = gamma1 I + softmax(Y + B) - gamma2 softmax(B), for each head, also where there are more keys than queries."""
     g = torch.Generator().manual_seed(1)
     for rows, columns in ((3, 3), (2, 4)):
-        Y, B = torch.randn(2, rows, columns, generator=g, dtype=torch.float64), torch.randn(rows, columns, generator=g, dtype=torch.float64)
-        B[0, 1] = -math.inf
-        found = attention_matrix(Y, B, 0.6, 0.7)
-        usual = attention_matrix(Y, B)
-        for b in range(2):
+        Y, B = (torch.randn(2, rows, columns, generator=g, dtype=torch.float64) for _ in range(2))
+        B[:, 0, 1] = -math.inf
+        found, usual = attention_matrix(Y, B, 0.6, 0.7), attention_matrix(Y, B)
+        assert torch.equal(attention_matrix(Y[1:], B[1]), usual[1:])
+        for h in range(2):
             for i in range(rows):
-                with_logits = [math.exp(Y[b, i, j] + B[i, j]) for j in range(columns)]
-                resting = [math.exp(B[i, j]) for j in range(columns)]
+                with_logits = [math.exp(Y[h, i, j] + B[h, i, j]) for j in range(columns)]
+                resting = [math.exp(B[h, i, j]) for j in range(columns)]
                 for j in range(columns):
                     there, rest = with_logits[j] / sum(with_logits), resting[j] / sum(resting)
-                    assert found[b, i, j].item() == pytest.approx(0.6 * (i == j) + there - 0.7 * rest, abs=1e-14)
-                    assert usual[b, i, j].item() == pytest.approx((i == j) + there - rest, abs=1e-14)
+                    assert found[h, i, j].item() == pytest.approx(0.6 * (i == j) + there - 0.7 * rest, abs=1e-14)
+                    assert usual[h, i, j].item() == pytest.approx((i == j) + there - rest, abs=1e-14)
 
 
 def test_biases():
