@@ -69,6 +69,9 @@ def test_the_check_compares_a_step_with_two_of_half_its_length():
 
 def test_widths_and_paths_of_networks():
     layer = shaped.ShapedAttention(0.5, heads=2)
+    for run in (lambda: shaped.propagate([layer], V0, n=4, d=1, seed=0), lambda: shaped.solve([layer], V0, T=0.1, seed=0)):  # pyright: ignore
+        with refused("layer must", "ShapedAttention"):
+            run()
     with refused("n must", "at least 4", "3"):
         shaped.propagate(LINEAR, V0, n=3, d=1, seed=0)
     assert shaped.propagate(LINEAR, V0, n=4, d=2, seed=0).t.tolist() == [0.0, 0.25, 0.5]

@@ -78,7 +78,7 @@ def test_layers_that_look_at_single_features():
     assert (A >> shaped.ShapedAttention(0.5, heads=2) >> B).needs_tokens
     assert shaped.PostLN(A).needs_tokens
     for layer in (A, B, C, A >> B >> C, shaped.ShapedAttention(0.5, heads=2, project=True), shaped.ReLUFeedForward(0.5)):
-        assert not layer.needs_tokens
+        assert layer.needs_tokens is False
     with refused("path", "tokens", "PreLN"):
         shaped.PreLN(A).advance_gram(Point(matrix=EYE[None]), Sizes(8), stream())
 
