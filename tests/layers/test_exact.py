@@ -21,7 +21,7 @@ from shaped.layers.logits import LogitPerturbation
 from shaped.layers.terms import WeightNoise
 from shaped.limit import ConeSteps, EulerSteps, HalvedSteps, default_steps
 from shaped.randomness import Stream
-from stats import random_covariance
+from shaped.testing.stats import random_covariance
 
 BIAS = torch.tensor([[0.0, 1.0, -1.0], [0.5, 0.0, -math.inf], [0.3, -0.2, 0.1]], dtype=torch.float64)
 CAUSAL = torch.zeros(3, 3, dtype=torch.float64).masked_fill(~torch.ones(3, 3).tril().bool(), -math.inf)

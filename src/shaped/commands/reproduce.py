@@ -45,7 +45,7 @@ def reproduce(
 
     if workers is None and scheduler is None:
         workers = harness.workers_by_default(device)
-    harness.chosen(figures or [], runs or [])  # refuses unknown ids before anything is written
+    harness.select_pages(figures or [], runs or [])  # refuses unknown ids before anything is written
     how: dict[str, Any] = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again, "runs": runs or []}
     check_folder(out)
     lines = Lines()
