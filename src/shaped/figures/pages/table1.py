@@ -13,7 +13,7 @@ import numpy as np
 from shaped.figures.harness.claims import row, student
 from shaped.figures.harness.jobs import Lab, NoData, Result
 from shaped.figures.shared import runs
-from shaped.train.run_records import Trained
+from shaped.train.run_records import RunRecord
 from shaped.train.tables import table1
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def compute(settings: runs.Settings, lab: Lab) -> Result:
     return Result(numbers | curves(found) | {"name": np.array([runs.label(line["name"]) for line in rows])}, claims(rows), table)
 
 
-def curves(found: list[Trained]) -> dict[str, np.ndarray]:
+def curves(found: list[RunRecord]) -> dict[str, np.ndarray]:
     """The test losses of the runs with the most steps, finished or not."""
     longest = max(run.settings["steps"] for run in found)
     arrays = {}

@@ -10,9 +10,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from shaped.files import entries, read_json
+from shaped.files import entries, read_json, sha256, write_sealed
 from shaped.train.run.settings import PRESETS, Settings
 
+LAST = 500  # steps over which the training loss of a result is averaged
 MAIN = ("model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed")  # settings that a result says beside the others
 
 
@@ -42,7 +43,7 @@ class Result:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Result:
-        """From what `to_dict` made, also before there were the last entries; or an error that says what is wrong with it."""
+        """From what `to_dict` made; older rows lack the last entries. An error says what is wrong with a row."""
         kinds = {name: typing.get_origin(kind) or kind for name, kind in typing.get_type_hints(cls).items()}
         if other := sorted(row.keys() - kinds.keys()):
             raise ValueError(f"it has {', '.join(other)}, which no result has")
@@ -60,7 +61,30 @@ class Result:
 
     @property
     def name(self) -> str:
-        return kind_of(self.model, self.schedule)
+        return name_kind(self.model, self.schedule)
+
+
+def make_result(settings: Settings, lines: list[dict[str, Any]], **about: Any) -> Result:
+    """The result of a run from its settings and the lines of its metrics. `about` are the entries data, device and seconds."""
+    test = [line for line in lines if line["kind"] == "test" and line["step"] == settings.steps]
+    train = [line for line in lines if line["kind"] == "train"]
+    if not test or not train:
+        raise ValueError(f"metrics must have the losses of the last step, got none in {settings.out}: delete it to begin anew")
+    last = [line for line in train if line["step"] > settings.steps - LAST] or train[-1:]
+    return Result(
+        **{name: getattr(settings, name) for name in MAIN},
+        train_loss=sum(line["loss"] * line["count"] for line in last) / sum(line["count"] for line in last),
+        test_loss=test[-1]["loss"],
+        command=write_command(settings),
+        commit=commit(),
+        settings=settings.record(),
+        **about,
+    )
+
+
+def write_result(result: Result, out: Path, files: list[str]) -> None:
+    """Writes result.json, with the hashes of the files that the run wrote before it."""
+    write_sealed(out / "result.json", result.to_dict() | {"files": {name: sha256(out / name) for name in files}})
 
 
 def read_result(path: Path) -> tuple[Result, dict[str, str]]:
@@ -91,7 +115,7 @@ def check_scores(name: str, scores: Any) -> dict[str, Any]:
     return scores
 
 
-def kind_of(model: str, schedule: str) -> str:
+def name_kind(model: str, schedule: str) -> str:
     """What the paper's tables call a run: the schedule, or the kind of block of a baseline."""
     return schedule if model == "shaped" else model
 
@@ -107,7 +131,7 @@ def commit() -> str:
         return "unknown"
 
 
-def command_line(settings: Settings) -> str:
+def write_command(settings: Settings) -> str:
     """The command that makes this run: what differs from the defaults. Folders by their last name."""
     words = ["shaped", "pretrain"]
     for about in fields(settings):

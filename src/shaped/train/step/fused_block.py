@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shaped.nn.blocks import ShapedTransformerBlock
-from shaped.train.step.direct_gradients import Product
+from shaped.train.step.direct_gradients import DirectLinear
 
 
 class Aside:
@@ -99,7 +99,7 @@ def can_be_written(blocks: Sequence[nn.Module]) -> bool:
 def _is_simple(block: ShapedTransformerBlock) -> bool:
     attention, feedforward = block.attention, block.feedforward
     matrices = (attention.together, attention.output, feedforward.pre, feedforward.post)
-    if attention.shaping is None or feedforward.slope is None or not all(isinstance(matrix, Product) for matrix in matrices):
+    if attention.shaping is None or feedforward.slope is None or not all(isinstance(matrix, DirectLinear) for matrix in matrices):
         return False
     learns = {gain.requires_grad for gain in (*attention.shaping.scalars(), feedforward.slope)}
     return learns == {True} or (learns == {False} and feedforward.start >= 0.0)  # the sign of what goes in is read from what comes out
@@ -129,7 +129,7 @@ GAINS, SLOPE = 3, 9  # where they begin among the arguments of what follows, and
 
 
 class Passes(torch.autograd.Function):
-    """Eq. shaped_transformer and its gradients. Those of the weights are written where their `Product` has them."""
+    """Eq. shaped_transformer and its gradients. Those of the weights are written where their `DirectLinear` has them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Tensor | None, written: WrittenBlock, *gains: Tensor) -> Tensor:
