@@ -112,17 +112,17 @@ def test_an_interrupted_preparation_goes_on(text: Path, prepared: Path, tmp_path
 
 def test_what_a_killed_run_wrote_but_did_not_record_is_cut_off(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packing, "CHUNK", 300)
-    write_sealed = data.write_sealed
+    write_sealed = packing.write_sealed
 
     def killed(path, value):
         if path.name == "train.json.part" and value["rows"] > 200:
             raise KeyboardInterrupt
         write_sealed(path, value)
 
-    monkeypatch.setattr(data, "write_sealed", killed)
+    monkeypatch.setattr(packing, "write_sealed", killed)
     with pytest.raises(KeyboardInterrupt):
         data.prepare([str(text)], tmp_path, **HOW)
-    monkeypatch.setattr(data, "write_sealed", write_sealed)
+    monkeypatch.setattr(packing, "write_sealed", write_sealed)
     assert data.prepare([str(text)], tmp_path, **HOW).facts["train"] == load_data(prepared).facts["train"]
 
 

@@ -323,7 +323,7 @@ def test_a_run_from_before_a_setting_existed_goes_on(tiny: Settings):
 def test_without_posix_locks_training_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As on Windows, where the module is still imported."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
-    module = runpy.run_path(str(folder_lock.__globals__["__file__"]))
+    module = runpy.run_path(str(sys.modules[Busy.__module__].__file__))
     with refused("training needs a POSIX system: Linux or macOS"), module["folder_lock"](tmp_path / "run"):
         pass
     assert not (tmp_path / "run").exists()

@@ -63,9 +63,10 @@ class StepSchedule:
     def row(self, step: int, kinds: list[str], optimiser: type[Optimiser]) -> list[float]:
         """The numbers of one step, as `unpack` takes them apart."""
         rates = [self.lr(step) * self.factors.get(kind, 1.0) for kind in kinds]
-        return [self.share(step), self.clip, *rates, *optimiser.scalars(step)]
+        return [*optimiser.scalars(step), self.share(step), self.clip, *rates]
 
     @staticmethod
     def unpack(row: torch.Tensor, kinds: list[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Share, clip, learning rates by kind, and the optimiser's scalars."""
-        return row[0], row[1], row[2 : 2 + len(kinds)], row[2 + len(kinds) :]
+        """The optimiser's scalars, share, clip, and the learning rates by kind."""
+        rates = len(row) - len(kinds)
+        return row[: rates - 2], row[rates - 2], row[rates - 1], row[rates:]

@@ -199,7 +199,7 @@ class Stepper:
 
     def _take_step(self) -> None:
         batch = tuple(buffer.index_select(0, self._slot)[0] for buffer in self._batches)
-        share, clip, rates, scalars = StepSchedule.unpack(self._rows.index_select(0, self._slot)[0], self.kinds)
+        scalars, share, clip, rates = StepSchedule.unpack(self._rows.index_select(0, self._slot)[0], self.kinds)
         torch.mul(self._starts, share, out=self._shares)
         loss = self._differentiate_or_fall_back(batch)
         if self._world > 1:
