@@ -33,7 +33,7 @@ Example = tuple[str, str | None, int]
 
 @dataclass(frozen=True)
 class Task:
-    """Where a task's columns are, in its TSV files, whose quotes are plain characters, and in `datasets`."""
+    """Where a task's columns are in its TSV files, in which quotes are plain characters, and in `datasets`."""
 
     folder: str
     header: bool
@@ -46,7 +46,7 @@ class Task:
 
 TASKS = {
     "cola": Task("CoLA", False, 1, (3,), {"0": 0, "1": 1}, "matthews", ("sentence",)),
-    # The paper does not name MRPC's score. To say 1 always has an F1 of 0.812 and an accuracy of 0.684 there: its 0.785 to 0.813 are F1.
+    # The paper does not name MRPC's score. Always answering 1 has F1 0.812 and accuracy 0.684: the paper's 0.785 to 0.813 must be F1.
     "mrpc": Task("MRPC", True, 0, (3, 4), {"0": 0, "1": 1}, "f1", ("sentence1", "sentence2")),
     "rte": Task("RTE", True, 3, (1, 2), {"entailment": 0, "not_entailment": 1}, "accuracy", ("sentence1", "sentence2")),
 }
@@ -89,7 +89,7 @@ def read_tsv(task: Task, path: Path) -> list[Example]:
         raise ValueError(f"data must have {task.folder}/{path.name}, got none at {path}") from None
     except ValueError as error:
         raise ValueError(f"data must have {task.folder}/{path.name} as GLUE has it, got something else: {error}") from None
-    rows = text.rstrip("\n").split("\n")[task.header :]  # sentences may have other line ends in them
+    rows = text.rstrip("\n").split("\n")[task.header :]  # not splitlines: sentences may contain other line ends
     examples = []
     for number, row in enumerate(rows, 1 + task.header):
         if not row.strip():

@@ -1,4 +1,4 @@
-"""Training runs, from their folders or from a file that was made of them, such as those in docs/results."""
+"""Records of training runs, read from their folders or from a file that `shaped collect` wrote, such as those in docs/results."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def read_runs(places: Iterable[Path]) -> list[RunRecord]:
 
 
 def read_folder(folder: Path, planned: Settings | None = None) -> RunRecord:
-    """`planned` are the settings of a run that may not have been begun."""
+    """The record of the run in a folder. `planned` are its settings if it may not have begun."""
     try:
         return _read_folder(folder, planned)
     except OSError as error:
@@ -112,7 +112,7 @@ def exists(path: Path) -> bool:
 
 
 def read_file(path: Path) -> list[RunRecord]:
-    """From what `collect` wrote."""
+    """The records in a file that `collect` wrote."""
     try:
         about = read_json(path, log=str, runs=list)
         name = about["log"]
@@ -162,12 +162,12 @@ def collect(runs: Sequence[RunRecord], out: Path, **about: Any) -> dict[str, Any
 
 
 def _select_main(row: dict[str, Any]) -> dict[str, Any]:
-    """What a result says of its settings beside them."""
+    """The settings that a result repeats outside of `settings`."""
     return {name: row[name] for name in MAIN}
 
 
 def _round(value: Any) -> Any:
-    """Numbers with six digits: enough to draw and to compare, and half the file."""
+    """Rounds numbers to six digits: enough to draw and to compare, in half the space."""
     if isinstance(value, dict):
         return {name: _round(entry) for name, entry in value.items()}
     if isinstance(value, list):

@@ -23,10 +23,10 @@ STATE = {"lines": 0, "rows": 0, "rest": [], "documents": 0, "complete": False, "
 
 
 def pack_rows(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype: str, limit: int | None) -> dict[str, Any]:
-    """Tokens in rows of `length`: `[CLS]`, then what comes next of the text, documents ended by `[SEP]`. Its counts and hash."""
+    """Writes rows of `length` tokens: `[CLS]`, then the next tokens of the text, `[SEP]` after each document. Returns counts and hash."""
     first, end = tokenizer.token_to_id(FIRST), tokenizer.token_to_id(END)
     progress, row = progress_file(path), length * np.dtype(dtype).itemsize
-    if path.is_symlink() or not path.is_file():  # what a link leads to is another's
+    if path.is_symlink() or not path.is_file():  # the target of a link is not ours to write
         remove(path)
     state, digest = _read_progress(progress, path, row)
     most = None if limit is None else -(-limit // length)
@@ -59,7 +59,7 @@ def pack_rows(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, d
 
 
 def _read_progress(progress: Path, path: Path, row: int) -> tuple[dict[str, Any], Any]:
-    """Where to go on, and the hash so far; at the beginning, where the rows are not those that were recorded."""
+    """The state to resume from and the hash so far; the initial ones if the rows in the file are not those that were recorded."""
     try:
         state = read_json(progress, **{name: type(value) for name, value in STATE.items()})
         with open_regular(path) as file:
@@ -86,7 +86,7 @@ def _read_chunk(stream: Iterator[Line]) -> list[Line]:
 
 
 def _tokenise(chunk: list[Line], tokenizer: Any, rest: list[int], end: int, dtype: str) -> np.ndarray:
-    """The tokens of a chunk of lines, after what was left of the last one."""
+    """The tokens of a chunk of lines, after the `rest` of the last chunk."""
     encoded = iter(tokenizer.encode_batch_fast([line for line in chunk if line is not None], add_special_tokens=False))
     return np.concatenate([np.asarray(rest, dtype), *(np.asarray([end] if line is None else next(encoded).ids, dtype) for line in chunk)])
 

@@ -16,7 +16,7 @@ LINES: dict[str, dict[str, Any]] = {"train": {"loss": float, "count": int}, "tes
 
 
 class Metrics:
-    """Appends to a run's metrics. What a killed run wrote after the step that is resumed from is dropped: those steps come again.
+    """Appends to a run's metrics. Lines after `step`, where the run is resumed, are dropped: those steps are computed again.
 
     `expected` is how many lines there were when the checkpoint of that step was written.
     """

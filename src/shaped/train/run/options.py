@@ -88,8 +88,9 @@ def _check(about: Field[Any], value: Any, kind: Any) -> None:
             raise ValueError(f"{name} must be finite in float32, got {value}")
         if rules["low"] is not None and number < rules["low"]:
             raise ValueError(f"{name} must be at least {rules['low']:g}, got {value}")
-        if rules["high"] is not None:
-            in_range(name, number, rules["low"], rules["high"])
+        low, high = rules["low"], rules["high"]
+        if low is not None and high is not None:
+            in_range(name, number, low, high)
     if kind in (str, Path) and not isinstance(value, str | Path):
         raise ValueError(f"{name} must be a text, got {value!r}")
     if kind is Path and (not str(value) or re.search(r"[\0\ud800-\udfff]", str(value))):  # halves: bytes that are no UTF-8

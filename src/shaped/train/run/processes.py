@@ -14,12 +14,12 @@ from shaped.checks import whole_number
 
 
 def is_first() -> bool:
-    """Is this the process that speaks and writes?"""
+    """Is this the process that logs and writes?"""
     return read_rank()[0] == 0
 
 
 def read_rank() -> tuple[int, int]:
-    """This process's number and how many there are, as `torchrun` says. Without WORLD_SIZE it is alone, whatever RANK says."""
+    """This process's number and how many there are, as `torchrun` says. Without WORLD_SIZE there is one process, and RANK is ignored."""
     world = _read_environment("WORLD_SIZE", 1, least=1)
     rank = _read_environment("RANK", 0, least=0) if world > 1 else 0
     if rank >= world:

@@ -14,7 +14,7 @@ from shaped.files import entries, read_json, sha256, write_sealed
 from shaped.train.run.settings import PRESETS, Settings
 
 LAST = 500  # steps over which the training loss of a result is averaged
-MAIN = ("model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed")  # settings that a result says beside the others
+MAIN = ("model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed")  # settings that a result repeats outside of `settings`
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def read_result(path: Path) -> tuple[Result, dict[str, str]]:
 
 
 def check_settings(given: dict[str, Any]) -> None:
-    """Could a run have had these? The paper's stand for those that a run from before they existed does not say."""
+    """Refuses settings that no run can have had. Settings that did not exist yet get the values of the preset "paper"."""
     Settings.of({"data": "-", "out": "-"} | PRESETS["paper"] | given)
 
 
 def check_scores(name: str, scores: Any) -> dict[str, Any]:
-    """What `shaped glue` says of a task; a ValueError of one line if it is something else."""
+    """Refuses what is not the summary that `shaped glue` writes for a task."""
     entries(name, scores, task=str, score=str, seeds=list)
     entries(name, scores, **{scores["score"]: dict})
     measured = entries(f"{scores['score']} of {name}", scores[scores["score"]], mean=float)
@@ -121,7 +121,7 @@ def name_kind(model: str, schedule: str) -> str:
 
 
 def commit() -> str:
-    """What SHAPED_COMMIT says, for code that came without its history, or else the checkout's."""
+    """The commit of the code: SHAPED_COMMIT, for code without its history, or that of the checkout."""
     if stated := os.environ.get("SHAPED_COMMIT"):
         return stated
     try:
@@ -132,7 +132,7 @@ def commit() -> str:
 
 
 def write_command(settings: Settings) -> str:
-    """The command that makes this run: what differs from the defaults. Folders by their last name."""
+    """The command that makes this run, with the options that differ from the defaults. Of folders, only the last name."""
     words = ["shaped", "pretrain"]
     for about in fields(settings):
         value = getattr(settings, about.name)

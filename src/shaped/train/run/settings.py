@@ -156,10 +156,10 @@ class Settings:
 
     @classmethod
     def from_toml(cls, path: Path, **overrides: Any) -> Settings:
-        """The file's settings; `overrides`, among them a preset for what neither says, prevail."""
+        """The settings of a file. `overrides` override them, and may name a preset for what neither says."""
         given = read_toml(path) | overrides
         preset = overrides.get("preset")
-        if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # as where a run has left all its settings
+        if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # such as the settings.toml of a run, which has every setting
             names = ", ".join(PRESETS[preset])
             raise ValueError(
                 f"preset must change a setting, got {preset!r}, all of whose settings {path} has already, and the file prevails: "
@@ -172,7 +172,7 @@ class Settings:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Settings:
-        """From settings by name, among which may be a preset."""
+        """From settings by name, and perhaps a preset."""
         given = _resolve_preset(given)
         known = {about.name: about for about in fields(cls)}
         for name in given:
@@ -185,7 +185,7 @@ class Settings:
 
 
 def _resolve_preset(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings that are given, and those of the preset that are not."""
+    """The settings that are given, and those of the preset for the rest."""
     if "preset" not in given:
         return given
     others = {name: value for name, value in given.items() if name != "preset"}
@@ -196,7 +196,7 @@ def _resolve_preset(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_toml(value: Any) -> str:
-    """As JSON, which is TOML but for the characters that JSON writes as two halves, and DEL, which TOML wants escaped."""
+    """As JSON, which is TOML except for surrogate pairs and DEL: those are escaped as TOML has it."""
 
     def escaped(found: re.Match[str]) -> str:
         number = ord(found[0])
@@ -210,7 +210,7 @@ def read_toml(path: Path, name: str = "config") -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except FileNotFoundError as error:
         raise ValueError(f"{name} must be a TOML file, got {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # what is no TOML, no text or no file
+    except (ValueError, RecursionError) as error:  # not TOML, not text or not a file
         raise ValueError(f"{name} must be a TOML file, got {path}: {error}") from None
 
 
