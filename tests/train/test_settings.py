@@ -1,5 +1,6 @@
 """Settings: one class, its TOML and its options."""
 
+import os
 import subprocess
 import sys
 from dataclasses import MISSING, asdict, fields, replace
@@ -37,8 +38,9 @@ def test_toml_and_back(tmp_path: Path):
 
 
 def test_every_setting_is_an_option_with_its_help_and_default():
-    done = subprocess.run([sys.executable, "-m", "shaped", "pretrain", "--help"], capture_output=True, text=True, check=True)
-    shown = " ".join(done.stdout.split())  # without the line breaks
+    wide = os.environ | {"COLUMNS": "300"}
+    done = subprocess.run([sys.executable, "-m", "shaped", "pretrain", "--help"], capture_output=True, text=True, check=True, env=wide)
+    shown = " ".join(done.stdout.replace("│", " ").split())  # without line breaks and panels
     for about in fields(Settings):
         assert f"--{about.name.replace('_', '-')} " in shown
         assert about.metadata["help"] in shown
