@@ -31,9 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
-from shaped.train.data.masking import Batches
-from shaped.train.step.objectives import MaskedLoss
-from shaped.train.step.stepper import How, Plan, Stepper
+from shaped.train.data.masking import MaskedBatches
+from shaped.train.step.config import StepConfig, StepSchedule
+from shaped.train.step.objectives.masked_lm import MaskedLoss
+from shaped.train.step.stepper import Stepper
 
 OWN = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
 OTHERS = {"bert-graphs": "reduce-overhead", "bert": None}
@@ -104,10 +105,12 @@ def attention_kernels(size: Size, device: torch.device) -> dict[str, float]:
     return found
 
 
-def own(size: Size, how: How, steps: int, **config: Any) -> tuple[dict[str, dict[str, float]], Stepper, Batches, Plan]:
+def own(
+    size: Size, config: StepConfig, steps: int, **model_config: Any
+) -> tuple[dict[str, dict[str, float]], Stepper, MaskedBatches, StepSchedule]:
     """A model of this package: seconds until the first chunk is done, milliseconds a step after it; for Recover also without shaping."""
     rows = np.random.default_rng(0).integers(5, size.vocab, (64 * size.batch, size.length), dtype=np.int64)
-    batches = Batches(rows, batch=size.batch, seed=0, vocab=size.vocab, special=SPECIAL, device=how.device)
+    batches = MaskedBatches(rows, batch=size.batch, seed=0, vocab=size.vocab, special=SPECIAL, device=config.device)
     began = time.perf_counter()
     torch.manual_seed(0)
     model = ShapedForMaskedLM(
@@ -117,22 +120,22 @@ def own(size: Size, how: How, steps: int, **config: Any) -> tuple[dict[str, dict
             num_hidden_layers=size.depth,
             num_attention_heads=size.heads,
             max_position_embeddings=size.length,
-            **config,
+            **model_config,
         )
     )
-    stepper = Stepper(model, MaskedLoss, how)
-    plan = Plan(lambda step: 1e-4, {}, model.config.shaping().share)
-    stepper.run(batches.chunk(0, how.chunk), plan)
+    stepper = Stepper(model, MaskedLoss, config)
+    schedule = StepSchedule(lambda step: 1e-4, {}, model.config.shaping().share)
+    stepper.run(batches.chunk(0, config.chunk), schedule)
     start = time.perf_counter() - began
 
-    def chunk(plan: Plan) -> None:
-        stepper.run(batches.chunk(stepper.step, how.chunk), plan)
+    def chunk(schedule: StepSchedule) -> None:
+        stepper.run(batches.chunk(stepper.step, config.chunk), schedule)
 
-    found = {"": {"start_s": start} | timed(lambda: chunk(plan), how.chunk, steps)}
-    if config.get("schedule") == "recover":  # zeros in place of small numbers take less power, and power may be what limits the clock
-        gone = replace(plan, share=lambda step: 0.0)
-        found[" when the shaping is gone"] = timed(lambda: chunk(gone), how.chunk, steps)
-    return found, stepper, batches, plan
+    found = {"": {"start_s": start} | timed(lambda: chunk(schedule), config.chunk, steps)}
+    if model_config.get("schedule") == "recover":  # zeros in place of small numbers take less power, and power may be what limits the clock
+        gone = replace(schedule, share=lambda step: 0.0)
+        found[" when the shaping is gone"] = timed(lambda: chunk(gone), config.chunk, steps)
+    return found, stepper, batches, schedule
 
 
 def bert(size: Size, device: torch.device, steps: int, mode: str | None) -> dict[str, float]:
@@ -156,7 +159,7 @@ def bert(size: Size, device: torch.device, steps: int, mode: str | None) -> dict
     compiled: Any = torch.compile(model, dynamic=False, mode=mode)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     rows = np.random.default_rng(0).integers(5, size.vocab, (64 * size.batch, size.length), dtype=np.int64)
-    batches = Batches(rows, batch=size.batch, seed=0, vocab=size.vocab, special=SPECIAL, device=device)
+    batches = MaskedBatches(rows, batch=size.batch, seed=0, vocab=size.vocab, special=SPECIAL, device=device)
     ids, places, labels = (tensor[0] for tensor in batches.chunk(0, 1))
     labels = torch.full_like(ids, -100).scatter(-1, places, labels)
 
@@ -211,14 +214,14 @@ def power() -> Iterator[dict[str, float]]:
         state.update({name: statistics.median(values) for name, values in zip(asked, zip(*seen, strict=True), strict=False)})
 
 
-def profile(stepper: Stepper, batches: Batches, plan: Plan, steps: int = 4) -> list[dict[str, Any]]:
+def profile(stepper: Stepper, batches: MaskedBatches, schedule: StepSchedule, steps: int = 4) -> list[dict[str, Any]]:
     """The kernels (on a CPU: operators) of a step that take longest, with their milliseconds and launches a step."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
     gpu = torch.cuda.is_available()
     with profiled(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as found:
-        stepper.run(batches.chunk(stepper.step, steps), plan)
+        stepper.run(batches.chunk(stepper.step, steps), schedule)
         synchronize()
     rows = [(row.self_device_time_total if gpu else row.self_cpu_time_total, row.count, row.key) for row in found.key_averages()]
     longest = sorted(rows, reverse=True)[:40]
@@ -250,12 +253,14 @@ def main() -> None:
     for name, (compile, stream) in product(arguments.models.split(","), ways):
         if name in OWN:
             dtype = {"float32": torch.float32, "bf16": torch.bfloat16}[stream]
-            how = How(device, half=gpu, compile=compile, graph=gpu, attention=arguments.attention, stream=dtype, chunk=128 if gpu else 16)
-            found, stepper, batches, plan = own(size, how, arguments.steps, **OWN[name])
+            config = StepConfig(
+                device, half=gpu, compile=compile, graph=gpu, attention=arguments.attention, stream=dtype, chunk=128 if gpu else 16
+            )
+            found, stepper, batches, schedule = own(size, config, arguments.steps, **OWN[name])
             if arguments.profile and not rows:
-                profiled = {"profile": {"model": name, "kernels": profile(stepper, batches, plan)}}
+                profiled = {"profile": {"model": name, "kernels": profile(stepper, batches, schedule)}}
             rows |= {f"{name}{state}, {compile}, {stream} stream": row for state, row in found.items()}
-            del stepper, batches, plan
+            del stepper, batches, schedule
         elif (compile, stream) == ways[0]:
             rows[name] = bert(size, device, arguments.steps, OTHERS[name])
         for row in rows.values():

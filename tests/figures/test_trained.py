@@ -10,7 +10,7 @@ from shaped.figures.harness import reproduce
 from shaped.figures.pages import fig6, table1
 from shaped.train.run.result import Result
 from shaped.train.run.settings import Settings
-from shaped.train.run_records import Trained, collect, trained
+from shaped.train.run_records import RunRecord, collect, read_runs
 from shaped.train.tables import entropy_curves, table2
 
 RUN = Result("shaped", "recover", 18, 768, 100, 5e-4, 0.1, 0, 2.1, 2.05, "shaped pretrain", "abc", {"tau0": 1.0})
@@ -100,7 +100,7 @@ def test_runs_are_told_apart_by_what_was_chosen_for_them():
     for chosen in ({"gamma": 0.9}, {"settings": {"gain_lr": 0.0}}, {"settings": {"train_gains": False}}):  # the vanilla network has gains
         (row,) = table1.table1([replace(RUN, model="vanilla"), replace(RUN, model="vanilla", seed=1, test_loss=9.0, **chosen)])
         assert (row["seeds"], row["tried"], row["gamma"], row["tau0"]) == (1, 2, 0.1, None), chosen
-    runs = [Trained("x", {"model": one, "schedule": "fixed"}, result=replace(RUN, model=one), glue=GLUE) for one in ("vanilla", "preln")]
+    runs = [RunRecord("x", {"model": one, "schedule": "fixed"}, result=replace(RUN, model=one), glue=GLUE) for one in ("vanilla", "preln")]
     rows = table2(runs)
     assert [row["gamma"] for row in rows] == [0.1, None]
 
@@ -187,20 +187,20 @@ def test_runs_of_one_name_are_told_apart_by_their_places(runs, tmp_path):
     """In one file they have metrics of their own."""
     for place in ("one", "two"):
         write(tmp_path / place / "deep" / "a0", RUN, entropy={"one": 2.0, "two": 3.0}[place])
-    found = trained([tmp_path / "one", tmp_path / "two", runs / "c0"])
+    found = read_runs([tmp_path / "one", tmp_path / "two", runs / "c0"])
     assert [run.name for run in found] == ["one/deep/a0", "two/deep/a0", "c0"]
     collect(found, tmp_path / "all.json")
-    again = trained([tmp_path / "all.json"])
+    again = read_runs([tmp_path / "all.json"])
     assert [(run.name, run.metrics[-1]["entropy"][0]) for run in again] == [("one/deep/a0", 2.0), ("two/deep/a0", 3.0), ("c0", 0.1)]
     with refused("runs", "one/deep/a0 2 times"):
-        trained([tmp_path / "one", tmp_path / "one"])
+        read_runs([tmp_path / "one", tmp_path / "one"])
     with refused("runs", "nowhere"):
-        trained([tmp_path / "one", tmp_path / "nowhere"])
+        read_runs([tmp_path / "one", tmp_path / "nowhere"])
     with refused("out", ".json", "all.jsonl"):
         collect(found, tmp_path / "all.jsonl")
     (tmp_path / "all.jsonl").unlink()
     with refused("runs", "all.jsonl", "not there"):
-        trained([tmp_path / "all.json"])
+        read_runs([tmp_path / "all.json"])
 
 
 def test_a_run_that_diverged_ends_with_a_cross(tmp_path):
@@ -225,7 +225,7 @@ def test_entropies_of_other_models_are_no_further_seeds():
     base = {"model": "preln", "schedule": "recover", "lr": 1e-3, "gamma": 0.1, "seed": 0, "depth": 12, "width": 768, "steps": 100}
     others = ({"depth": 8}, {"width": 256}, {"heads": 4}, {"batch": 8}, {"mask_share": 0.3}, {"hidden": 100})
     same = ({"seed": 1}, {"lr": 5e-3}, {"steps": 50}, {"hidden": 3072})
-    recipes = [entropy_curves([Trained("x", base | change, lines)])[0]["recipe"] for change in ({}, *same, *others)]
+    recipes = [entropy_curves([RunRecord("x", base | change, lines)])[0]["recipe"] for change in ({}, *same, *others)]
     assert recipes[: len(same) + 1] == recipes[:1] * (len(same) + 1)
     assert len(set(recipes)) == 1 + len(others)
 

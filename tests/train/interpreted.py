@@ -8,8 +8,9 @@ import torch
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
 from shaped.kernels import fused_block, relu_matmul, relu_matmul_hopper, short_attention
-from shaped.train.step.objectives import MaskedLoss
-from shaped.train.step.stepper import How, Stepper
+from shaped.train.step.config import StepConfig
+from shaped.train.step.objectives.masked_lm import MaskedLoss
+from shaped.train.step.stepper import Stepper
 
 torch.cuda.device_of = lambda tensor: nullcontext()  # there is no GPU
 short_attention.fits = lambda x, D: True
@@ -21,7 +22,7 @@ def check(schedule: str, train_gains: bool) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 30, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     made = ShapedForMaskedLM(ShapedConfig(**sizes, max_position_embeddings=20, gamma=0.4, schedule=schedule, train_gains=train_gains))
-    stepper = Stepper(made, MaskedLoss, How(torch.device("cpu")))
+    stepper = Stepper(made, MaskedLoss, StepConfig(torch.device("cpu")))
     stepper.set_share(0.7)
     twin: Any = stepper.twin
     blocks = MaskedLoss(twin, "blocks")._run["blocks"]

@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import load_file
 
 import shaped
-from shaped.train.run import metrics
 from shaped.train.run.loop import pretrain
+from shaped.train.run.metrics import read_metrics
 from shaped.train.run.result import Result
 from shaped.train.run.settings import Settings
 
 
 def quiet(settings: Settings, **how) -> Result:
-    return pretrain(settings, say=lambda line: None, **how)
+    return pretrain(settings, log=lambda line: None, **how)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -23,7 +23,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def curve(folder: Path) -> list[dict]:
     """What was measured, without what depends on the machine."""
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in metrics.read(folder / "metrics.jsonl")]
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
 def command(settings: Settings) -> list[str]:

@@ -8,17 +8,17 @@ import torch
 
 from refusals import refused
 from shaped.testing.stats import Z, seed
-from shaped.train.data import prepare as data
-from shaped.train.data.masking import Batches, scramble
+from shaped.train.data.masking import MaskedBatches, scramble
+from shaped.train.data.prepared import load_data
 
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 VOCAB, LENGTH = 1005, 128
 
 
-def batches(rows: int = 64, batch: int = 32, number: int = 0, **how) -> Batches:
+def batches(rows: int = 64, batch: int = 32, number: int = 0, **how) -> MaskedBatches:
     tokens = np.random.default_rng(seed(1)).integers(5, VOCAB, (rows, LENGTH))
     tokens[:, 0], tokens[:, 50] = 2, 3
-    return Batches(tokens, batch=batch, seed=number, vocab=VOCAB, special=SPECIAL, **how)
+    return MaskedBatches(tokens, batch=batch, seed=number, vocab=VOCAB, special=SPECIAL, **how)
 
 
 def test_fifteen_percent_in_every_row_never_a_special_token():
@@ -88,7 +88,7 @@ def test_an_epoch_has_every_row_once_in_another_order():
 def test_a_row_with_too_few_words_is_filled_with_special_tokens():
     rows = np.full((4, 16), 3)
     rows[:, 5] = 9
-    _, places, labels = Batches(rows, batch=4, seed=0, vocab=20, special=SPECIAL).chunk(0, 1)
+    _, places, labels = MaskedBatches(rows, batch=4, seed=0, vocab=20, special=SPECIAL).chunk(0, 1)
     assert (labels[..., 0] == 9).all()
     assert (places[..., 0] == 5).all()
     assert (labels[..., 1:] == 3).all()
@@ -103,10 +103,10 @@ def test_scramble_is_splitmix64():
 
 
 def test_wrong_batches_are_refused(prepared: Path):
-    made = data.load(prepared)
+    made = load_data(prepared)
     with refused("batch", "540", "1000"):
-        Batches.of(made, "train", batch=1000, seed=0)
+        MaskedBatches.of(made, "train", batch=1000, seed=0)
     with refused("batch", "3", "16"):
-        Batches.of(made, "train", batch=16, seed=0, world=3)
+        MaskedBatches.of(made, "train", batch=16, seed=0, world=3)
     with pytest.raises(ValueError, match="share"):
-        Batches.of(made, "train", batch=16, seed=0, share=1.5)
+        MaskedBatches.of(made, "train", batch=16, seed=0, share=1.5)

@@ -16,12 +16,14 @@ from damage import Outcome, judge
 from refusals import refused
 from shaped.files import read_json, sha256, write_sealed
 from shaped.train import study
-from shaped.train.folder_lock import Busy, alone
+from shaped.train.folder_lock import Busy, folder_lock
 from shaped.train.run import checkpoint
 from shaped.train.run.folder import read_settings
-from shaped.train.run.loop import Run, Stopped, pretrain
+from shaped.train.run.loop import Run, pretrain
 from shaped.train.run.settings import PRESETS, Settings
-from shaped.train.run_records import trained
+from shaped.train.run.stopping import Stopped
+from shaped.train.run_records import read_runs
+from shaped.train.step.stepper_cache import StepperCache
 from train.conftest import status
 from train.damaged_runs import Place
 from train.runs import quiet, weights
@@ -33,7 +35,7 @@ def begun(settings: Settings) -> Settings:
     for _ in range(2):
         with pytest.raises(Stopped):
             quiet(replace(settings, minutes=0.0))
-    assert [path.name for path in checkpoint.found(settings.out / "checkpoints")] == ["step-00000004", "step-00000008"]
+    assert [path.name for path in checkpoint.list_checkpoints(settings.out / "checkpoints")] == ["step-00000004", "step-00000008"]
     return settings
 
 
@@ -95,7 +97,7 @@ def test_a_description_with_another_number_in_it_is_passed_by(tiny: Settings):
     about = settings.out / "checkpoints" / "step-00000008" / "state.json"
     about.write_text(about.read_text().replace('"losses": [\n  ', '"losses": [\n  1'))
     said: list[str] = []
-    assert Run(settings, 0, 1, said.append, False, {}).step == 4
+    assert Run(settings, 0, 1, said.append, False, StepperCache()).step == 4
     assert "step-00000008 is truncated or damaged" in said[0]
 
 
@@ -129,7 +131,7 @@ def test_only_folders_of_our_names_are_checkpoints(tiny: Settings):
     for name in ("step-notes.txt", "step-00000012"):
         (folder / name).write_text("mine")
     said: list[str] = []
-    pretrain(settings, say=said.append)
+    pretrain(settings, log=said.append)
     assert said[:2] == [f"{folder / 'step-00000012'} is not a folder, so it is no checkpoint: left alone", "going on from step 8 of 16"]
     left = {path.name for path in folder.iterdir()}
     assert left == {"step-00000012", "step-00000016", "step-00000012.other-1", "step-notes.txt", *others}
@@ -153,7 +155,7 @@ def test_a_rank_without_a_world_is_a_process_like_any_other(tiny: Settings, monk
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with refused("lr must be 0.01", str(settings.out)):
         quiet(replace(settings, lr=0.5))
-    with alone(settings.out), pytest.raises(Busy):
+    with folder_lock(settings.out), pytest.raises(Busy):
         quiet(settings)
     for name, wrong in (("RANK", "x"), ("RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "two")):
         with monkeypatch.context() as patch:
@@ -186,7 +188,7 @@ def test_settings_that_changed_are_not_those_of_the_run(tiny: Settings):
     with refused(str(path), "first line", "delete the file"):
         quiet(settings)
     with refused(str(path), "first line"):
-        trained([settings.out])
+        read_runs([settings.out])
     assert Settings.from_toml(path).lr == 0.02  # for another run it is a file like any other
     path.unlink()
     quiet(settings)
@@ -208,7 +210,7 @@ def test_what_is_no_file_is_not_waited_for(
     for path in (settings.out / "metrics.jsonl", settings.out / "diverged.json", settings.out / "result.json"):
         put(path)
         with refused(str(settings.out), "folder" if kind == "folder" else "pipe or device"):
-            trained([settings.out])
+            read_runs([settings.out])
         path.rmdir() if kind == "folder" else path.unlink()
     config = put(tmp_path / "config.toml")
     for arguments in (["pretrain", "--config", str(config)], ["study", str(config)]):
@@ -221,7 +223,7 @@ def test_what_is_no_file_is_not_waited_for(
     assert capsys.readouterr().err.count("\n") == 1
     put(settings.out / "checkpoints" / "step-00000008" / "state.safetensors")
     said: list[str] = []
-    assert Run(settings, 0, 1, said.append, False, {}).step == 4
+    assert Run(settings, 0, 1, said.append, False, StepperCache()).step == 4
     assert "step-00000008 is truncated or damaged" in said[0]
 
 
@@ -257,7 +259,7 @@ def test_collected_runs_of_any_shape_are_refused_in_a_line(tiny: Settings, tmp_p
     quiet(replace(tiny, steps=4, keep=0, save_model=False))
     file = tmp_path / "all.json"
     assert status(monkeypatch, "collect", str(tiny.out), "--out", str(file)) == 0
-    assert [run.name for run in trained([file])] == [tiny.out.name]
+    assert [run.name for run in read_runs([file])] == [tiny.out.name]
     right = read_json(file)
     del right["log_sha256"]
     row = right["runs"][0]
@@ -266,18 +268,18 @@ def test_collected_runs_of_any_shape_are_refused_in_a_line(tiny: Settings, tmp_p
     for content in [*map(json.dumps, wrong), "[" * 100_000, '{"log": NaN}', json.dumps(right)[:-30], "{}", "[]"]:
         file.write_text(content)
         with refused("runs must be folders", str(file)):
-            trained([file])
+            read_runs([file])
     file.write_text(json.dumps(right))
     log = tmp_path / "all.jsonl"
     lines = log.read_text()
-    assert [len(run.metrics) for run in trained([file])] == [3]
+    assert [len(run.metrics) for run in read_runs([file])] == [3]
     for line in ('{"run": "run", "step": 4, "kind": "test"}', '{"run": 3, "step": 4, "kind": "test", "loss": 1.0}', "[" * 100_000):
         log.write_text(lines + line + "\n")
         with refused("runs must be folders", str(file)):
-            trained([file])
+            read_runs([file])
     log.write_text(lines.replace('"entropy": [', '"entropy": [], "x": ['))
     with refused("2 layers, got 0"):
-        trained([file])
+        read_runs([file])
 
 
 def test_a_finished_run_is_what_it_wrote(tiny: Settings, tmp_path: Path):
@@ -332,7 +334,7 @@ def test_the_recipe_that_won_is_the_default_and_the_papers_a_preset(tmp_path: Pa
 def test_a_study_may_have_a_preset(tmp_path: Path):
     path = tmp_path / "study.toml"
     path.write_text('out = "o"\n[defaults]\ndata = "d"\npreset = "paper"\n[[run]]\nname = "a"\n[[run]]\nname = "b"\nsteps = 20\n')
-    runs, _, _ = study.plan(path)
+    runs, _, _ = study.read_study(path)
     assert [(run.steps, run.tau0) for run in runs.values()] == [(100_000, 1.0), (20, 1.0)]
 
 
@@ -382,7 +384,7 @@ def test_an_empty_path_is_not_the_folder_one_is_in(
 def test_a_run_of_a_study_cannot_have_the_name_of_its_files(tmp_path: Path, name: str):
     (tmp_path / "study.toml").write_text(f'out = "o"\n[[run]]\ndata = "d"\nname = "{name}"\n')
     with refused("names of runs", repr(name)):
-        study.plan(tmp_path / "study.toml")
+        study.read_study(tmp_path / "study.toml")
 
 
 def test_a_study_has_a_largest_number_of_runs(tmp_path: Path):
@@ -390,18 +392,18 @@ def test_a_study_has_a_largest_number_of_runs(tmp_path: Path):
     lists = "".join(f"{name} = {list(range(1, 101))}\n" for name in ("steps", "seed", "log_every", "keep"))
     (tmp_path / "study.toml").write_text(f'out = "o"\n[[run]]\ndata = "d"\nwarmup = 0\n{lists}')
     with refused("at most 10000 runs", "100000000"):
-        study.plan(tmp_path / "study.toml")
+        study.read_study(tmp_path / "study.toml")
 
 
 def test_a_finished_run_that_was_damaged_is_a_failure_of_its_study(tiny: Settings, tmp_path: Path):
     lines = "".join(line + "\n" for line in replace(tiny, steps=4).to_toml().splitlines() if line.split(" ")[0] != "out")
     queue = '[[run]]\nname = "a"\n[[run]]\nname = "b"\nseed = 1\n'
     (tmp_path / "study.toml").write_text(f'out = "{tmp_path / "runs"}"\n[defaults]\n{lines}{queue}')
-    assert len(study.study(tmp_path / "study.toml", say=lambda line: None)["runs"]) == 2
+    assert len(study.study(tmp_path / "study.toml", log=lambda line: None)["runs"]) == 2
     path = tmp_path / "runs" / "a" / "metrics.jsonl"
     path.write_text(path.read_text().replace('"loss": ', '"loss": 1', 1))
     said: list[str] = []
-    summary = study.study(tmp_path / "study.toml", only=["b"], say=said.append)
+    summary = study.study(tmp_path / "study.toml", only=["b"], log=said.append)
     assert [run["name"] for run in summary["runs"]] == ["b"]
     assert list(summary["failed"]) == ["a"]
     assert said[-1].startswith(f"a: {path} must be as the run wrote it")

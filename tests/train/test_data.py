@@ -19,9 +19,11 @@ from transformers import AutoTokenizer
 
 from refusals import refused
 from shaped.files import read_json, write_json
+from shaped.train.data import packing
 from shaped.train.data import prepare as data
+from shaped.train.data.prepared import load_data
 from shaped.train.data.text import LONGEST, lines
-from shaped.train.folder_lock import Busy, alone
+from shaped.train.folder_lock import Busy, folder_lock
 from train.conftest import LENGTH, documents
 
 HOW: dict[str, Any] = {"vocab": 80, "length": LENGTH, "valid_share": 0.1, "progress": False}
@@ -30,7 +32,7 @@ HOW_ELSE: dict[str, Any] = HOW | {"length": 16}
 
 def test_rows_hold_the_text(text: Path, prepared: Path):
     """600 documents of one row each, one of ten held out; [CLS] first, [SEP] last, and the words between."""
-    made = data.load(prepared)
+    made = load_data(prepared)
     rows = made.rows("train")
     assert rows.dtype == np.uint16
     assert (len(rows), len(made.rows("valid"))) == (540, 60)
@@ -60,7 +62,7 @@ def test_compressed_text_gives_the_same_arrays(text: Path, prepared: Path, tmp_p
     content = text.read_bytes()
     packed.write_bytes(gzip.compress(content) if suffix == ".gz" else zstandard.ZstdCompressor().compress(content))
     made = data.prepare([str(packed)], tmp_path / "out", **HOW)
-    assert made.facts["train"] == data.load(prepared).facts["train"]
+    assert made.facts["train"] == load_data(prepared).facts["train"]
 
 
 def test_test_text_of_its_own(text: Path, tmp_path: Path):
@@ -77,13 +79,13 @@ def test_a_dataset_of_the_hub(prepared: Path, text: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
     made = data.prepare(["owner/name:some"], tmp_path / "out", **HOW)
-    assert made.facts["train"] == data.load(prepared).facts["train"]
+    assert made.facts["train"] == load_data(prepared).facts["train"]
 
 
 def test_an_interrupted_preparation_goes_on(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Interrupted at every chunk once: the arrays are those of one go, and finished chunks are not done again."""
-    monkeypatch.setattr(data, "CHUNK", 300)
-    flat, calls = data._flat, []
+    monkeypatch.setattr(packing, "CHUNK", 300)
+    flat, calls = packing._tokenise, []
 
     def interrupted(chunk, *rest):
         calls.append(len(chunk))
@@ -91,7 +93,7 @@ def test_an_interrupted_preparation_goes_on(text: Path, prepared: Path, tmp_path
             raise KeyboardInterrupt
         return flat(chunk, *rest)
 
-    monkeypatch.setattr(data, "_flat", interrupted)
+    monkeypatch.setattr(packing, "_tokenise", interrupted)
     tries = 0
     while not (tmp_path / "data.json").exists():
         tries += 1
@@ -100,8 +102,8 @@ def test_an_interrupted_preparation_goes_on(text: Path, prepared: Path, tmp_path
         except KeyboardInterrupt:
             assert not (tmp_path / "data.json").exists()
     assert tries > 3
-    assert data.load(tmp_path).facts["train"] == data.load(prepared).facts["train"]
-    assert data.load(tmp_path).facts["valid"] == data.load(prepared).facts["valid"]
+    assert load_data(tmp_path).facts["train"] == load_data(prepared).facts["train"]
+    assert load_data(tmp_path).facts["valid"] == load_data(prepared).facts["valid"]
     before = len(calls)
     data.prepare([str(text)], tmp_path, **HOW)
     assert len(calls) == before
@@ -109,19 +111,19 @@ def test_an_interrupted_preparation_goes_on(text: Path, prepared: Path, tmp_path
 
 
 def test_what_a_killed_run_wrote_but_did_not_record_is_cut_off(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(data, "CHUNK", 300)
-    write_sealed = data.write_sealed
+    monkeypatch.setattr(packing, "CHUNK", 300)
+    write_sealed = packing.write_sealed
 
     def killed(path, value):
         if path.name == "train.json.part" and value["rows"] > 200:
             raise KeyboardInterrupt
         write_sealed(path, value)
 
-    monkeypatch.setattr(data, "write_sealed", killed)
+    monkeypatch.setattr(packing, "write_sealed", killed)
     with pytest.raises(KeyboardInterrupt):
         data.prepare([str(text)], tmp_path, **HOW)
-    monkeypatch.setattr(data, "write_sealed", write_sealed)
-    assert data.prepare([str(text)], tmp_path, **HOW).facts["train"] == data.load(prepared).facts["train"]
+    monkeypatch.setattr(packing, "write_sealed", write_sealed)
+    assert data.prepare([str(text)], tmp_path, **HOW).facts["train"] == load_data(prepared).facts["train"]
 
 
 def test_text_is_streamed(tmp_path: Path):
@@ -159,14 +161,14 @@ def test_a_line_without_end_comes_in_pieces(text: Path, tmp_path: Path, monkeypa
     assert len(pieces) > 20
     assert max(len(piece or "") for piece in pieces) <= 2 * LONGEST
     assert " ".join(piece or "" for piece in pieces).split() == (words * 60).split()
-    flat, sizes = data._flat, []
+    flat, sizes = packing._tokenise, []
 
     def measured(chunk, *rest):
         sizes.append(sum(len(line or "") for line in chunk))
         return flat(chunk, *rest)
 
-    monkeypatch.setattr(data, "_flat", measured)
-    monkeypatch.setattr(data, "CHARACTERS", 4 * LONGEST)
+    monkeypatch.setattr(packing, "_tokenise", measured)
+    monkeypatch.setattr(packing, "CHARACTERS", 4 * LONGEST)
     made = data.prepare([str(long)], tmp_path / "out", valid=[str(text)], **HOW)
     assert max(sizes) <= 6 * LONGEST
     tokenizer = AutoTokenizer.from_pretrained(made.folder / "tokenizer")
@@ -212,7 +214,7 @@ def test_a_limit_of_tokens(text: Path, tmp_path: Path):
 def test_an_array_may_be_carried_compressed(prepared: Path, tmp_path: Path):
     (tmp_path / "data.json").write_bytes((prepared / "data.json").read_bytes())
     (tmp_path / "train.bin.xz").write_bytes(lzma.compress((prepared / "train.bin").read_bytes()))
-    assert np.array_equal(data.load(tmp_path).rows("train"), data.load(prepared).rows("train"))
+    assert np.array_equal(load_data(tmp_path).rows("train"), load_data(prepared).rows("train"))
 
 
 def test_damaged_data_is_refused(prepared: Path, tmp_path: Path):
@@ -222,20 +224,20 @@ def test_damaged_data_is_refused(prepared: Path, tmp_path: Path):
     content[1000] ^= 1
     (tmp_path / "train.bin").write_bytes(content)
     with refused("hashes", "train.bin"):
-        data.load(tmp_path).verify()
+        load_data(tmp_path).verify()
     (tmp_path / "train.bin").write_bytes(content[:-5])
     with refused("train.bin", str(len(content)), str(len(content) - 5)):
-        data.load(tmp_path).rows("train")
+        load_data(tmp_path).rows("train")
     content[1001] = 0xFF
     (tmp_path / "train.bin").write_bytes(content)
     with refused("train.bin", "below vocab", "6"):
-        data.load(tmp_path).rows("train")
+        load_data(tmp_path).rows("train")
     (tmp_path / "train.bin").unlink()
     with refused("train.bin", "got 0"):
-        data.load(tmp_path).rows("train")
+        load_data(tmp_path).rows("train")
     (tmp_path / "data.json").write_text("{")
     with refused("data.json", "damaged"):
-        data.load(tmp_path)
+        load_data(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["train", "valid"])
@@ -249,12 +251,12 @@ def test_a_damaged_array_is_made_anew(text: Path, prepared: Path, tmp_path: Path
     array.write_bytes(content[:-5] if damage == "cut" else content)
     if damage == "gone":
         array.unlink()
-    said, flat = [], data._flat
-    monkeypatch.setattr(data, "CHUNK", 50)
-    monkeypatch.setattr(data, "_flat", lambda *given: flat(*given) if array.stat().st_size == 0 else 1 / 0)
+    said, flat = [], packing._tokenise
+    monkeypatch.setattr(packing, "CHUNK", 50)
+    monkeypatch.setattr(packing, "_tokenise", lambda *given: flat(*given) if array.stat().st_size == 0 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        data.prepare([str(text)], out, say=said.append, **HOW)
-    monkeypatch.setattr(data, "_flat", flat)
+        data.prepare([str(text)], out, log=said.append, **HOW)
+    monkeypatch.setattr(packing, "_tokenise", flat)
     assert said == [f"{part}.bin in {out} is not what was written: it is made anew"]
     data.prepare([str(text)], out, **HOW).verify()
     assert sorted(path.name for path in out.iterdir()) == ["data.json", "request.json", "tokenizer", "train.bin", "valid.bin"]
@@ -267,8 +269,8 @@ def test_rows_that_are_not_those_of_the_record_are_made_anew(
     text: Path, prepared: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Interrupted, and then train.bin lost its end or changed: zeros in its place, and what changed, would be wrong tokens."""
-    monkeypatch.setattr(data, "CHUNK", 300)
-    flat, calls = data._flat, []
+    monkeypatch.setattr(packing, "CHUNK", 300)
+    flat, calls = packing._tokenise, []
 
     def interrupted(*given):
         calls.append(given)
@@ -276,19 +278,19 @@ def test_rows_that_are_not_those_of_the_record_are_made_anew(
             raise KeyboardInterrupt
         return flat(*given)
 
-    monkeypatch.setattr(data, "_flat", interrupted)
+    monkeypatch.setattr(packing, "_tokenise", interrupted)
     with pytest.raises(KeyboardInterrupt):
         data.prepare([str(text)], tmp_path, **HOW)
     assert (tmp_path / "train.json.part").exists()
     content = bytearray((tmp_path / "train.bin").read_bytes())
     content[100] ^= damage == "flipped"
     (tmp_path / "train.bin").write_bytes(content[:1000] if damage == "cut" else content)
-    assert data.prepare([str(text)], tmp_path, **HOW).facts["train"] == data.load(prepared).facts["train"]
-    data.load(tmp_path).verify()
+    assert data.prepare([str(text)], tmp_path, **HOW).facts["train"] == load_data(prepared).facts["train"]
+    load_data(tmp_path).verify()
 
 
 def test_a_folder_in_which_another_works_is_refused(text: Path, tmp_path: Path):
-    with alone(tmp_path / "out"), pytest.raises(Busy, match=f"^out must be .* got {tmp_path / 'out'}, where one does$"):
+    with folder_lock(tmp_path / "out"), pytest.raises(Busy, match=f"^out must be .* got {tmp_path / 'out'}, where one does$"):
         data.prepare([str(text)], tmp_path / "out", **HOW)
     data.prepare([str(text)], tmp_path / "out", **HOW)
 
@@ -303,23 +305,23 @@ def test_facts_of_any_shape_are_refused_in_a_line(prepared: Path, tmp_path: Path
     for value in WRONG:
         (tmp_path / "data.json").write_text(json.dumps(facts | {key: value}))
         with refused("data must be", str(tmp_path), "data.json", "damaged"):
-            data.load(tmp_path)
+            load_data(tmp_path)
     for inner in facts[key] if isinstance(facts[key], dict) else ():
         for value in (None, [], "x" if inner != "sha256" else 1):
             (tmp_path / "data.json").write_text(json.dumps(facts | {key: facts[key] | {inner: value}}))
             with refused("data.json", "damaged", inner):
-                data.load(tmp_path)
+                load_data(tmp_path)
     del facts[key]
     (tmp_path / "data.json").write_text(json.dumps(facts))
     with refused("data.json", "damaged", key):
-        data.load(tmp_path)
+        load_data(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"3", b"null", b"", b"\xff\xfe", b"[" * 100_000, b'{"vocab": NaN}'])
 def test_what_is_no_object_is_refused_in_a_line(prepared: Path, text: Path, tmp_path: Path, content: bytes):
     (tmp_path / "data.json").write_bytes(content)
     with refused("data.json", "damaged"):
-        data.load(tmp_path)
+        load_data(tmp_path)
     out = tmp_path / "out"
     shutil.copytree(prepared, out)
     (out / "request.json").write_bytes(content)
@@ -327,7 +329,7 @@ def test_what_is_no_object_is_refused_in_a_line(prepared: Path, text: Path, tmp_
         data.prepare([str(text)], out, **HOW)
     shutil.copy(prepared / "request.json", out)
     (out / "data.json").write_bytes(content)  # of which the rest can be made again
-    assert data.prepare([str(text)], out, say=lambda line: None, **HOW).facts == data.load(prepared).facts
+    assert data.prepare([str(text)], out, log=lambda line: None, **HOW).facts == load_data(prepared).facts
 
 
 def test_a_damaged_archive_is_refused_in_a_line(prepared: Path, tmp_path: Path):
@@ -338,7 +340,7 @@ def test_a_damaged_archive_is_refused_in_a_line(prepared: Path, tmp_path: Path):
     for archive, words in archives.items():
         (tmp_path / "train.bin.xz").write_bytes(archive)
         with no_more_memory_than(1 << 26), refused("train.bin.xz", words, str(tmp_path)):
-            data.load(tmp_path).rows("train")
+            load_data(tmp_path).rows("train")
 
 
 @contextmanager
@@ -383,21 +385,21 @@ def test_a_damaged_tokenizer_is_made_anew(
         shutil.copytree(prepared, out)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(data, "_pack", lambda *given: 1 / 0)
+            patch.setattr(data, "pack_rows", lambda *given: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 data.prepare([str(text)], out, **HOW)
         shutil.copy(prepared / "train.bin", out)
     DAMAGES[damage](out / "tokenizer")
     if finished:
         with refused("data must have the tokenizer of data.json", str(out)):
-            data.load(out).verify()
+            load_data(out).verify()
     said: list[str] = []
-    data.prepare([str(text)], out, say=said.append, **HOW).verify()
+    data.prepare([str(text)], out, log=said.append, **HOW).verify()
     assert len(said) == 1
     assert "the tokenizer" in said[0]
     for path in (prepared / "tokenizer").iterdir():
         assert (out / "tokenizer" / path.name).read_bytes() == path.read_bytes()
-    assert data.load(out).facts == data.load(prepared).facts
+    assert load_data(out).facts == load_data(prepared).facts
     assert sorted(path.name for path in out.iterdir()) == ["data.json", "request.json", "tokenizer", "train.bin", "valid.bin"]
 
 
@@ -409,7 +411,7 @@ def test_what_a_link_leads_to_is_left_alone(prepared: Path, text: Path, tmp_path
     (out / "train.bin").unlink()
     (out / "train.bin").symlink_to(elsewhere)
     (out / "data.json").unlink()
-    data.prepare([str(text)], out, say=lambda line: None, **HOW).verify()
+    data.prepare([str(text)], out, log=lambda line: None, **HOW).verify()
     assert elsewhere.read_bytes() == b"another's"
     assert not (out / "train.bin").is_symlink()
 
@@ -420,13 +422,13 @@ def test_what_is_beside_the_files_of_a_tokenizer_is_no_part_of_it(prepared: Path
     shutil.copytree(prepared, out)
     (out / "tokenizer" / ".ipynb_checkpoints").mkdir()
     (out / "tokenizer" / ".DS_Store").write_text("a file")
-    data.load(out).verify()
+    load_data(out).verify()
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     said: list[str] = []
-    made = data.prepare([str(text)], out, say=said.append, **HOW)
+    made = data.prepare([str(text)], out, log=said.append, **HOW)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == times
     assert said == []
-    assert made.tokenizer_files() == made.facts["tokenizer"]
+    assert made.hash_tokenizer() == made.facts["tokenizer"]
 
 
 def test_a_folder_from_before_tokenizers_had_hashes_is_read(prepared: Path, text: Path, tmp_path: Path):
@@ -435,11 +437,11 @@ def test_a_folder_from_before_tokenizers_had_hashes_is_read(prepared: Path, text
     facts = read_json(out / "data.json")
     del facts["tokenizer"]
     write_json(out / "data.json", facts)
-    data.load(out).verify()
+    load_data(out).verify()
     assert data.prepare([str(text)], out, **HOW).facts == facts
     (out / "tokenizer" / "tokenizer.json").write_text("{}")
     with refused("tokenizer", "cannot be read", str(out)):
-        data.load(out).verify()
+        load_data(out).verify()
 
 
 def test_a_folder_whose_request_is_lost_is_not_taken_over(prepared: Path, text: Path, tmp_path: Path):

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
 from shaped.train.run import diagnostics, metrics
 from shaped.train.run.loop import pretrain
+from shaped.train.run.metrics import read_metrics
 from shaped.train.run.settings import Settings
 
 
@@ -68,7 +69,7 @@ def test_gains_and_gradient_norms_by_layer():
 
 def test_metrics_go_to_json_lines_and_tensorboard(tiny: Settings):
     pretrain(replace(tiny, steps=60, tensorboard=True))
-    lines = metrics.read(tiny.out / "metrics.jsonl")
+    lines = read_metrics(tiny.out / "metrics.jsonl")
     assert [(line["step"], line["kind"]) for line in lines] == [(20, "train"), (40, "train"), (60, "train"), (60, "layers"), (60, "test")]
     assert set(lines[3]) > {"entropy", "correlation", "gradient_norm", "lam_attention", "gamma_feedforward", "gamma1", "gamma2", "slope"}
     events = EventAccumulator(str(tiny.out / "tensorboard")).Reload()
@@ -82,11 +83,11 @@ def test_without_tensorboard_one_line_says_so(tmp_path: Path, monkeypatch: pytes
     metrics.Metrics(tmp_path, 0, True, said.append).write(1, "test", loss=1.0)
     assert len(said) == 1
     assert "tensorboard is not installed" in said[0]
-    assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1, "kind": "test", "loss": 1.0}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "kind": "test", "loss": 1.0}]
 
 
 def test_metrics_of_steps_that_come_again_are_dropped(tmp_path: Path):
     lines = [{"step": step, "kind": "test", "loss": 1.0} for step in (10, 20, 30)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 40, "ki')
     metrics.Metrics(tmp_path, 20, False, print).write(30, "layers", entropy=[float("nan"), 1.0])
-    assert metrics.read(tmp_path / "metrics.jsonl") == [*lines[:2], {"step": 30, "kind": "layers", "entropy": [None, 1.0]}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [*lines[:2], {"step": 30, "kind": "layers", "entropy": [None, 1.0]}]

@@ -17,28 +17,28 @@ from shaped.files import read_json, write_json
 from shaped.train import glue
 from shaped.train.run.loop import pretrain
 from shaped.train.run.settings import Settings
-from shaped.train.run_records import collect, trained
+from shaped.train.run_records import collect, read_runs
 from shaped.train.tables import table2
 
 
 def test_cola_has_no_header(tmp_path: Path):
     (tmp_path / "CoLA").mkdir()
     (tmp_path / "CoLA" / "train.tsv").write_text('gj04\t1\t\tThe "sailors rode.\ngj04\t0\t*\tHe laughed to.\n')
-    assert glue.examples("cola", "train", tmp_path) == [('The "sailors rode.', None, 1), ("He laughed to.", None, 0)]
+    assert glue.read_examples("cola", "train", tmp_path) == [('The "sailors rode.', None, 1), ("He laughed to.", None, 0)]
 
 
 def test_mrpc_has_a_header_and_bare_quotes(tmp_path: Path):
     (tmp_path / "MRPC").mkdir()
     header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
     (tmp_path / "MRPC" / "dev.tsv").write_text(header + '1\t7\t8\tHe said "no .\t" No , he said .\n0\t9\t10\tOne .\tTwo .\n')
-    assert glue.examples("mrpc", "dev", tmp_path) == [('He said "no .', '" No , he said .', 1), ("One .", "Two .", 0)]
+    assert glue.read_examples("mrpc", "dev", tmp_path) == [('He said "no .', '" No , he said .', 1), ("One .", "Two .", 0)]
 
 
 def test_rte_has_labels_in_words(tmp_path: Path):
     (tmp_path / "RTE").mkdir()
     header = "index\tsentence1\tsentence2\tlabel\n"
     (tmp_path / "RTE" / "train.tsv").write_text(header + "0\tA b.\tB.\tentailment\n1\tC d.\tE.\tnot_entailment\n")
-    assert glue.examples("rte", "train", tmp_path) == [("A b.", "B.", 0), ("C d.", "E.", 1)]
+    assert glue.read_examples("rte", "train", tmp_path) == [("A b.", "B.", 0), ("C d.", "E.", 1)]
 
 
 def test_from_datasets(monkeypatch: pytest.MonkeyPatch):
@@ -47,20 +47,20 @@ def test_from_datasets(monkeypatch: pytest.MonkeyPatch):
         return [{"sentence1": "a", "sentence2": "b", "label": 1, "idx": 0}]
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
-    assert glue.examples("mrpc", "dev", None) == [("a", "b", 1)]
+    assert glue.read_examples("mrpc", "dev", None) == [("a", "b", 1)]
 
 
 def test_wrong_files_are_refused(tmp_path: Path):
     with refused("CoLA/dev.tsv"):
-        glue.examples("cola", "dev", tmp_path)
+        glue.read_examples("cola", "dev", tmp_path)
     (tmp_path / "CoLA").mkdir()
     for content, words in (("gj04\t2\t\tSome.\n", ("labels 0, 1", "line 1")), ("only one\n", ("line 1", "only one")), ("", ("none",))):
         (tmp_path / "CoLA" / "dev.tsv").write_text(content)
         with refused("dev.tsv", *words):
-            glue.examples("cola", "dev", tmp_path)
+            glue.read_examples("cola", "dev", tmp_path)
     (tmp_path / "CoLA" / "dev.tsv").write_bytes("gj04\t1\t\tcaf\xe9\n".encode("latin-1"))
     with refused("data must have CoLA/dev.tsv", "UTF-8", "0xe9"):
-        glue.examples("cola", "dev", tmp_path)
+        glue.read_examples("cola", "dev", tmp_path)
     with refused("task", "sst"):
         glue.GlueSettings("sst")
     with refused("seeds"):
@@ -114,17 +114,17 @@ def test_fine_tuning_learns_a_task(
     assert min(written["accuracy"]["values"]) > 0.9
     assert written["examples"] == {"train": 320, "dev": 99}
     assert written["run"].startswith("shaped pretrain")
-    rows = table2(trained([tiny.out]))
+    rows = table2(read_runs([tiny.out]))
     assert (rows[0]["name"], rows[0]["task"], rows[0]["seeds"]) == ("recover" if model == "shaped" else "preln", "rte", 2)
     assert rows[0]["mean"] == written["accuracy"]["mean"]
-    collect(trained([tiny.out]), tiny.out.parent / "all.json")
-    assert table2(trained([tiny.out.parent / "all.json"])) == rows
+    collect(read_runs([tiny.out]), tiny.out.parent / "all.json")
+    assert table2(read_runs([tiny.out.parent / "all.json"])) == rows
 
 
 def test_the_same_seed_gives_the_same_scores_whatever_came_before(tiny: Settings, task: Path):
     pretrain(replace(tiny, steps=20))
-    both = glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(3, 4), device="cpu"), task, say=lambda line: None)
-    alone = glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(4,), device="cpu"), task, say=lambda line: None)
+    both = glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(3, 4), device="cpu"), task, log=lambda line: None)
+    alone = glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(4,), device="cpu"), task, log=lambda line: None)
     for name in ("matthews", "accuracy", "f1"):
         assert alone[name]["values"] == both[name]["values"][1:]
 
@@ -158,7 +158,7 @@ def test_wrong_settings_are_refused(given: dict):
 
 
 def test_a_result_of_any_shape_is_refused_in_a_line(tiny: Settings, task: Path):
-    pretrain(replace(tiny, steps=4), say=lambda line: None)
+    pretrain(replace(tiny, steps=4), log=lambda line: None)
     path = tiny.out / "result.json"
     right = json.loads(path.read_text())
     wrong: list[Any] = [[], 3, None, "x", {}, right | {"more": 1}]
@@ -173,7 +173,7 @@ def test_a_result_of_any_shape_is_refused_in_a_line(tiny: Settings, task: Path):
 @pytest.mark.parametrize("hashed", [True, False])
 def test_a_damaged_model_is_refused_in_a_line(tiny: Settings, task: Path, hashed: bool):
     """By its hash; by what is wrong with it in a run from before there were hashes."""
-    pretrain(replace(tiny, steps=4), say=lambda line: None)
+    pretrain(replace(tiny, steps=4), log=lambda line: None)
     if not hashed:
         about = read_json(tiny.out / "result.json")
         del about["files"]
@@ -184,13 +184,13 @@ def test_a_damaged_model_is_refused_in_a_line(tiny: Settings, task: Path, hashed
         for wrong in (right[: len(right) // 2], b"[]", b"", *([flipped] if hashed else [])):
             (tiny.out / name).write_bytes(wrong)
             with refused(str(tiny.out)):
-                glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(0,)), task, say=lambda line: None)
+                glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(0,)), task, log=lambda line: None)
         (tiny.out / name).write_bytes(right)
     config = json.loads((tiny.out / "config.json").read_text())
     for wrong in ({"num_hidden_layers": 10**9}, {"hidden_size": 10**9}, {"num_hidden_layers": "2"}):
         (tiny.out / "config.json").write_text(json.dumps(config | wrong))
         with refused("config.json"):
-            glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(0,)), task, say=lambda line: None)
+            glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(0,)), task, log=lambda line: None)
 
 
 def test_an_unfinished_run_is_refused(tmp_path: Path, task: Path):

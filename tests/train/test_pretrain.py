@@ -13,11 +13,14 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import shaped.hf
 from refusals import refused
-from shaped.train.run import metrics
-from shaped.train.run.folder import why_diverged
-from shaped.train.run.loop import Diverged, Run, pretrain
-from shaped.train.run.result import Result, command_line
+from shaped.files import write_sealed
+from shaped.train.run.folder import read_divergence
+from shaped.train.run.loop import Run, pretrain
+from shaped.train.run.metrics import read_metrics
+from shaped.train.run.result import Result, write_command
 from shaped.train.run.settings import Settings
+from shaped.train.run.stopping import Diverged
+from shaped.train.step.stepper_cache import StepperCache
 from train.conftest import KNOWN, UNIFORM
 from train.runs import ENVIRONMENT, command, quiet
 
@@ -36,7 +39,7 @@ FALLS = [
 def test_a_tiny_model_learns(tiny: Settings, model: str, schedule: str, fall: float):
     """To know the words alone is a loss of log 40 = 3.69; to see that a document has four of them, log 4 = 1.39."""
     result = quiet(replace(tiny, model=model, schedule=schedule, steps=300))
-    first = metrics.read(tiny.out / "metrics.jsonl", "train")[0]["loss"]
+    first = read_metrics(tiny.out / "metrics.jsonl", "train")[0]["loss"]
     assert first > UNIFORM
     assert KNOWN < result.test_loss < UNIFORM - fall
     assert result.train_loss < first
@@ -60,7 +63,7 @@ def test_a_finished_run_loads_with_the_auto_classes(tiny: Settings, tmp_path: Pa
     (tmp_path / "data" / "tokenizer" / ".ipynb_checkpoints").mkdir()
     tiny = replace(tiny, data=tmp_path / "data")
     said: list[str] = []
-    run = Run(replace(tiny, steps=40), 0, 1, said.append, False, {})
+    run = Run(replace(tiny, steps=40), 0, 1, said.append, False, StepperCache())
     result = run.finish()
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(tiny.out), AutoTokenizer.from_pretrained(tiny.out)
     for name, value in run.stepper.values().items():
@@ -80,7 +83,7 @@ def test_two_processes_have_the_loss_curve_of_one(tiny: Settings, tmp_path: Path
     both = replace(tiny, out=tmp_path / "both")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
     subprocess.run([*torchrun, *command(both)], env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    one, two = ([line["loss"] for line in metrics.read(folder / "metrics.jsonl") if "loss" in line] for folder in (tiny.out, both.out))
+    one, two = ([line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] for folder in (tiny.out, both.out))
     assert len(one) == 18 + 2
     assert two == pytest.approx(one, rel=1e-5)
     assert max(one) - min(one) > 0.2  # the curve is not flat
@@ -88,7 +91,7 @@ def test_two_processes_have_the_loss_curve_of_one(tiny: Settings, tmp_path: Path
 
 @pytest.mark.parametrize("half", [False, True])
 def test_a_loss_that_is_not_finite_names_step_layer_and_checkpoint(tiny: Settings, half: bool):
-    run = Run(replace(tiny, precision="bf16" if half else "float32"), 0, 1, lambda line: None, False, {})
+    run = Run(replace(tiny, precision="bf16" if half else "float32"), 0, 1, lambda line: None, False, StepperCache())
     while run.step < 40:
         run._advance(lambda *shown: None)
     # Finite weights, with which the output of one layer overflows.
@@ -108,7 +111,7 @@ def test_a_loss_that_is_not_finite_names_step_layer_and_checkpoint(tiny: Setting
 
 def test_a_gradient_that_is_not_finite_is_told_from_a_loss(tiny: Settings):
     """Keys of 1e30 leave a softmax of zeros and ones, and a finite loss, but the norm of the queries' gradient overflows."""
-    run = Run(tiny, 0, 1, lambda line: None, False, {})
+    run = Run(tiny, 0, 1, lambda line: None, False, StepperCache())
     with torch.no_grad():
         run.model.get_parameter("model.layers.1.block.attention.key.weight").normal_(std=1e30, generator=torch.Generator().manual_seed(0))
     with pytest.raises(Diverged, match=r"^a gradient of step 0 is not finite: it began in that of model\.layers\.1\.block\.attention"):
@@ -117,7 +120,7 @@ def test_a_gradient_that_is_not_finite_is_told_from_a_loss(tiny: Settings):
 
 
 def test_parameters_that_are_not_finite_are_named(tiny: Settings):
-    run = Run(tiny, 0, 1, lambda line: None, False, {})
+    run = Run(tiny, 0, 1, lambda line: None, False, StepperCache())
     with torch.no_grad():
         run.model.get_parameter("model.layers.0.block.gamma_attention").fill_(float("nan"))
     with pytest.raises(Diverged, match=r"step 0 is not finite: .*parameters model.layers.0.block.gamma_attention .*no checkpoint yet"):
@@ -139,7 +142,7 @@ def test_wrong_settings_of_a_run_are_refused(tiny: Settings, tmp_path: Path):
 def test_everything_that_is_to_be_tried_is_a_setting(tiny: Settings):
     run = Run(
         replace(tiny, gamma=0.2, gamma_feedforward=0.1, embedding_std=0.5, head_std=0.01, gain_lr=0.0, tied=False, embedding_norm=True),
-        0, 1, lambda line: None, False, {},
+        0, 1, lambda line: None, False, StepperCache(),
     )  # fmt: skip
     block: Any = run.model.model.layers[0].block
     assert block.gamma_attention.item() == pytest.approx(0.2)
@@ -166,26 +169,26 @@ def test_how_a_run_is_watched_does_not_make_it_worth_another_try(tiny: Settings)
     breaks = replace(tiny, steps=1, lr=1e38, warmup=0)
     with pytest.raises(Diverged) as error:
         quiet(breaks)
-    assert why_diverged(replace(breaks, log_every=7, minutes=3.0, keep=0)) == str(error.value)
+    assert read_divergence(replace(breaks, log_every=7, minutes=3.0, keep=0)) == str(error.value)
     for other in (replace(breaks, lr=1.0), replace(breaks, attention="math")):
-        assert why_diverged(other) == ""
+        assert read_divergence(other) == ""
     (tiny.out / "diverged.json").write_text("[]")
     with refused("diverged.json"):
-        why_diverged(breaks)
+        read_divergence(breaks)
 
 
 def test_the_command_of_a_result_is_what_differs_from_the_defaults():
     settings = Settings(data=Path("somewhere/data"), out=Path("runs/one"), lr=1e-3, train_gains=False)
-    assert command_line(settings) == "shaped pretrain --data data --out one --no-train-gains --lr 0.001"
+    assert write_command(settings) == "shaped pretrain --data data --out one --no-train-gains --lr 0.001"
 
 
 @pytest.mark.parametrize(("one", "other"), [({"gamma": 0.5}, {"gamma": 0.1}), ({"tied": True}, {"tied": True, "embedding_std": 0.2})])
 def test_runs_that_share_a_program_are_what_they_are_alone(tiny: Settings, one: dict[str, Any], other: dict[str, Any]):
     """Also in what is not trained: gains that are buffers, a tied head's scale."""
     fixed = replace(tiny, steps=10, train_gains=False, keep=0, save_model=False)
-    shared: dict[Any, Any] = {}
+    shared = StepperCache()
     losses = [
-        pretrain(replace(fixed, out=tiny.out / name, **settings), steppers=steppers, say=lambda _: None).test_loss
+        pretrain(replace(fixed, out=tiny.out / name, **settings), steppers=steppers, log=lambda _: None).test_loss
         for name, settings, steppers in (("a", one, shared), ("b", other, shared), ("c", other, None))
     ]
     assert losses[1] == losses[2] != losses[0]
@@ -193,5 +196,21 @@ def test_runs_that_share_a_program_are_what_they_are_alone(tiny: Settings, one: 
 
 def test_a_last_step_that_breaks_the_weights_is_no_result(tiny: Settings):
     with pytest.raises(Diverged, match="not finite"):
-        pretrain(replace(tiny, steps=1, lr=1e38, warmup=0, log_every=1), say=lambda _: None)
+        pretrain(replace(tiny, steps=1, lr=1e38, warmup=0, log_every=1), log=lambda _: None)
     assert not (tiny.out / "result.json").exists()
+
+
+def test_the_learning_rates_in_metrics_are_the_schedules(tiny: Settings):
+    """A line has the rate of its last step, from 0: warm-up in 4 steps, then linearly to 0 at step 12."""
+    quiet(replace(tiny, steps=12, warmup=4, decay="linear", lr=0.8, log_every=1, keep=0, save_model=False))
+    rates = [line["lr"] for line in read_metrics(tiny.out / "metrics.jsonl", "train")]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1], rel=1e-12)
+
+
+def test_a_divergence_from_before_a_setting_existed_is_still_known(tiny: Settings):
+    breaks = replace(tiny, steps=1, lr=1e38, warmup=0)
+    older = {name: value for name, value in breaks.affecting("result", "speed").items() if name not in ("objective", "optimiser")}
+    tiny.out.mkdir()
+    write_sealed(tiny.out / "diverged.json", {"why": "it broke", "settings": older})
+    assert read_divergence(breaks) == "it broke"
+    assert read_divergence(replace(breaks, lr=1.0)) == ""

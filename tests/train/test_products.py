@@ -8,7 +8,7 @@ from torch import nn
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
 from shaped.testing.stats import generator
-from shaped.train.step.direct_gradients import Rows, put_rows
+from shaped.train.step.direct_gradients import DirectEmbedding, install_direct_embeddings
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -19,7 +19,7 @@ def test_the_gradient_of_a_table_is_that_of_an_embedding(compiled: bool):
     plain = nn.Embedding(7, 4, _weight=table.clone())
     (expected,) = torch.autograd.grad((weight * plain(ids)).sum(), plain.weight)
     other = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    rows = Rows(table.clone(), torch.full((7, 4), 5.0, dtype=torch.float64), other)
+    rows = DirectEmbedding(table.clone(), torch.full((7, 4), 5.0, dtype=torch.float64), other)
 
     def loss() -> torch.Tensor:
         return (weight * (rows(ids) + other)).sum()
@@ -35,5 +35,5 @@ def test_a_table_with_another_use_is_left_to_autograd(tied: bool, device: str, r
     sizes: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = ShapedForMaskedLM(ShapedConfig(**sizes, max_position_embeddings=4, tie_word_embeddings=tied))
     given = {name: torch.empty_like(parameter, device=device) for name, parameter in model.named_parameters()}
-    assert put_rows(model, given, given) == ({"model.embedding.tokens.weight"} if replaced else set())
-    assert isinstance(model.model.embedding.tokens, Rows) is replaced
+    assert install_direct_embeddings(model, given, given) == ({"model.embedding.tokens.weight"} if replaced else set())
+    assert isinstance(model.model.embedding.tokens, DirectEmbedding) is replaced

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,12 +21,16 @@ import torch
 from refusals import refused
 from shaped.files import read_json, write_sealed
 from shaped.train.data import prepare as data
-from shaped.train.folder_lock import Busy, alone
+from shaped.train.data.prepared import load_data
+from shaped.train.folder_lock import Busy, folder_lock
 from shaped.train.run import checkpoint, metrics
 from shaped.train.run import loop as pretraining
-from shaped.train.run.loop import Run, Stopped, pretrain
+from shaped.train.run.loop import Run, pretrain
+from shaped.train.run.metrics import read_metrics
 from shaped.train.run.result import Result
 from shaped.train.run.settings import Settings
+from shaped.train.run.stopping import Stopped
+from shaped.train.step.stepper_cache import StepperCache
 from train.conftest import status
 from train.runs import ENVIRONMENT, command, curve, quiet, weights
 
@@ -56,7 +61,7 @@ def test_resuming_from_every_checkpoint_is_bit_exact(tiny: Settings, tmp_path: P
     other = replace(settings, out=tmp_path / "other")
     with pytest.raises(Stopped, match="step 16 of 120"):
         quiet(replace(other, minutes=0.0))
-    run = Run(other, 0, 1, lambda line: None, False, {})
+    run = Run(other, 0, 1, lambda line: None, False, StepperCache())
     assert run.step == 16
     advance = run._advance
 
@@ -78,14 +83,14 @@ def test_resuming_from_every_checkpoint_is_bit_exact(tiny: Settings, tmp_path: P
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tiny: Settings, tmp_path: Path, damage: str):
     quiet(tiny)
     (tiny.out / "result.json").unlink()
-    newest = checkpoint.found(tiny.out / "checkpoints")[-1]
+    newest = checkpoint.list_checkpoints(tiny.out / "checkpoints")[-1]
     broken = newest / ("state.json" if damage == "description" else "state.safetensors")
     content = bytearray(broken.read_bytes())
     if damage == "flipped":
         content[len(content) // 2] ^= 1
     broken.write_bytes(content[: len(content) // 2] if damage != "flipped" else content)
     expected, said = weights(tiny.out), []
-    pretrain(tiny, say=said.append)
+    pretrain(tiny, log=said.append)
     assert "step-00000120 is truncated or damaged" in said[0]
     assert "the one before it is used" in said[0]
     assert said[1] == "going on from step 80 of 120"
@@ -95,7 +100,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tiny: Settings
 def test_if_all_checkpoints_are_damaged_nothing_begins_anew_by_itself(tiny: Settings):
     quiet(replace(tiny, steps=40))
     (tiny.out / "result.json").unlink()
-    for path in checkpoint.found(tiny.out / "checkpoints"):
+    for path in checkpoint.list_checkpoints(tiny.out / "checkpoints"):
         (path / "state.safetensors").write_bytes(b"")
     with refused("checkpoints", "delete it to begin anew"):
         quiet(replace(tiny, steps=40))
@@ -114,7 +119,7 @@ def no_larger_than(size: int) -> Iterator[None]:
 
 def test_a_model_that_cannot_be_written_is_written_by_the_same_command_later(tiny: Settings):
     settings = replace(tiny, steps=4)
-    run = Run(settings, 0, 1, lambda line: None, False, {})
+    run = Run(settings, 0, 1, lambda line: None, False, StepperCache())
     run._advance(lambda *shown: None)
     with no_larger_than(4096), pytest.raises(OSError, match=rf"could not be written to {settings.out}: "):
         run._export()
@@ -139,7 +144,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     for step in (2, 3):
         checkpoint.save(tmp_path, step, state, {}, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
-    found = checkpoint.latest(tmp_path, print)
+    found = checkpoint.read_latest(tmp_path, print)
     assert found is not None
     assert torch.equal(found[0]["values"], state["values"])
 
@@ -154,7 +159,7 @@ def test_a_run_is_not_continued_with_other_settings(tiny: Settings):
 
 def test_a_run_that_failed_before_its_first_step_holds_no_folder(tiny: Settings, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
-        patch.setattr(pretraining, "build", lambda *model: (_ for _ in ()).throw(MemoryError))
+        patch.setattr(pretraining, "build_model", lambda *model: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             quiet(tiny)
     assert not tiny.out.exists()
@@ -205,11 +210,11 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_none(tmp_path: Path,
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with alone(tmp_path):
+    with folder_lock(tmp_path):
         assert len(calls) == 2
-        with pytest.raises(Busy), alone(tmp_path):
+        with pytest.raises(Busy), folder_lock(tmp_path):
             pass
-    with alone(tmp_path):
+    with folder_lock(tmp_path):
         pass
 
 
@@ -224,17 +229,17 @@ def test_a_description_of_any_shape_is_passed_by(tiny: Settings):
     settings = replace(tiny, steps=32, checkpoint_every=8, keep=2)
     quiet(settings)
     (tiny.out / "result.json").unlink()
-    about = checkpoint.found(tiny.out / "checkpoints")[-1] / "state.json"
+    about = checkpoint.list_checkpoints(tiny.out / "checkpoints")[-1] / "state.json"
     right = read_json(about)  # without its seal: of an older version
     for content in [*map(json.dumps, damaged_descriptions(right)), "[" * 100_000]:
         about.write_text(content)
         said: list[str] = []
-        assert Run(settings, 0, 1, said.append, False, {}).step == 24
+        assert Run(settings, 0, 1, said.append, False, StepperCache()).step == 24
         assert "step-00000032 is truncated or damaged" in said[0]
         assert "\n" not in said[0]
     about.write_text(json.dumps(right | {"losses": ["x"]}))
     with refused("checkpoints", "32 steps", str(tiny.out)):
-        Run(settings, 0, 1, lambda line: None, False, {})
+        Run(settings, 0, 1, lambda line: None, False, StepperCache())
 
 
 WRONG_LINES = ["3", "[]", "{}", '{"step": "x", "kind": "test"}', '{"step": 1, "kind": []}', "\0\0", "[" * 100_000, "", "NaN"]
@@ -250,16 +255,16 @@ def test_metrics_of_any_shape_are_refused_and_left_out_by_a_run_that_goes_on(tin
     for line in (*WRONG_LINES, flipped):
         path.write_bytes(f"{right}{line}\n{right}".encode("latin-1"))
         with refused(str(path), f"line {1 + right.count(chr(10))}"):
-            metrics.read(path)
+            read_metrics(path)
         said: list[str] = []
         metrics.Metrics(tiny.out, 4, False, said.append)
         assert path.read_text() == 2 * right  # what comes after a line that is none is not lost
         assert said == [f"{path} has 1 line that cannot be read: left out"]
     (tiny.out / "result.json").unlink()
-    about = checkpoint.found(tiny.out / "checkpoints")[-1] / "state.json"
+    about = checkpoint.list_checkpoints(tiny.out / "checkpoints")[-1] / "state.json"
     path.write_text(right.splitlines()[0] + "\n")
     said = []
-    pretrain(replace(tiny, steps=4), say=said.append)
+    pretrain(replace(tiny, steps=4), log=said.append)
     assert said[1] == f"{path} has 1 of the 3 lines that were written up to step 4: the others are lost"
     write_sealed(about, read_json(about) | {"losses": []})
     path.write_bytes(b"\xff\n")
@@ -276,7 +281,7 @@ def test_the_losses_of_a_result_are_those_of_the_last_step(tiny: Settings):
     lines = path.read_text().splitlines(keepends=True)
     assert json.loads(lines[1])["step"] == 20
     assert json.loads(lines[1])["loss"] != result.test_loss
-    about = checkpoint.found(settings.out / "checkpoints")[-1] / "state.json"
+    about = checkpoint.list_checkpoints(settings.out / "checkpoints")[-1] / "state.json"
     right = read_json(about)
     assert 0.0 < right["seconds"] <= result.seconds
     for seconds, kept in ((None, lines[:2]), (1000.0, [line for line in lines if '"train"' in line]), ("x", [])):
@@ -293,8 +298,32 @@ def test_the_losses_of_a_result_are_those_of_the_last_step(tiny: Settings):
 
 def test_a_run_does_not_go_on_with_other_text(tiny: Settings, tmp_path: Path, text: Path):
     with pytest.raises(Stopped):
-        pretrain(replace(tiny, minutes=0.0), say=lambda _: None)
+        pretrain(replace(tiny, minutes=0.0), log=lambda _: None)
     other = tmp_path / "other"
-    data.prepare([str(text)], other, vocab=80, length=data.load(tiny.data).length, valid_share=0.2, progress=False)
+    data.prepare([str(text)], other, vocab=80, length=load_data(tiny.data).length, valid_share=0.2, progress=False)
     with refused("data", "other"):
-        pretrain(replace(tiny, data=other), say=lambda _: None)
+        pretrain(replace(tiny, data=other), log=lambda _: None)
+
+
+def test_a_run_from_before_a_setting_existed_goes_on(tiny: Settings):
+    """Without `objective` and `optimiser`, in its settings.toml and in its checkpoint."""
+    settings = replace(tiny, steps=20, checkpoint_every=16)
+    with pytest.raises(Stopped):
+        quiet(replace(settings, minutes=0.0))
+    older = "".join(line for line in settings.to_toml().splitlines(keepends=True) if not line.startswith(("objective", "optimiser")))
+    assert len(older.splitlines()) == len(settings.to_toml().splitlines()) - 2
+    (settings.out / "settings.toml").write_text(older)
+    about = checkpoint.list_checkpoints(settings.out / "checkpoints")[-1] / "state.json"
+    write_sealed(about, read_json(about) | {"settings": older})
+    said: list[str] = []
+    pretrain(settings, log=said.append)
+    assert said[0] == "going on from step 16 of 20"
+
+
+def test_without_posix_locks_training_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on Windows, where the module is still imported."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    module = runpy.run_path(str(sys.modules[Busy.__module__].__file__))
+    with refused("training needs a POSIX system: Linux or macOS"), module["folder_lock"](tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()

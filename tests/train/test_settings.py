@@ -1,5 +1,6 @@
 """Settings: one class, its TOML and its options."""
 
+import os
 import subprocess
 import sys
 from dataclasses import MISSING, asdict, fields, replace
@@ -9,7 +10,14 @@ from typing import Any
 import pytest
 
 from refusals import refused
+from shaped.nn.blocks import BLOCKS
+from shaped.nn.schedules import SCHEDULES
+from shaped.train.run.options import AFFECTS, TOPICS
 from shaped.train.run.settings import HINTS, Settings
+from shaped.train.run.settings_page import write_page
+from shaped.train.step.learning_rates import DECAYS
+from shaped.train.step.objectives import OBJECTIVES
+from shaped.train.step.optimisers import OPTIMISERS
 
 CHANGED = Settings(
     data=Path("some/data"), out=Path('a "run"'), model="preln", hidden=100, gamma_feedforward=0.2, lr=1e-3, tied=True, minutes=1.5
@@ -30,13 +38,16 @@ def test_toml_and_back(tmp_path: Path):
 
 
 def test_every_setting_is_an_option_with_its_help_and_default():
-    done = subprocess.run([sys.executable, "-m", "shaped", "pretrain", "--help"], capture_output=True, text=True, check=True)
-    shown = " ".join(done.stdout.split())  # without the line breaks
+    wide = os.environ | {"COLUMNS": "300"}
+    done = subprocess.run([sys.executable, "-m", "shaped", "pretrain", "--help"], capture_output=True, text=True, check=True, env=wide)
+    shown = " ".join(done.stdout.replace("│", " ").split())  # without line breaks and panels
     for about in fields(Settings):
         assert f"--{about.name.replace('_', '-')} " in shown
         assert about.metadata["help"] in shown
         if about.default not in (MISSING, None):
-            assert f"[{about.default}]" in shown
+            assert f"Default: {str(about.default).lower()}." in shown
+        if about.metadata["choices"]:
+            assert f"--{about.name.replace('_', '-')} [{'|'.join(about.metadata['choices'])}]" in shown
 
 
 def test_options_prevail_over_the_file(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -129,9 +140,31 @@ def test_what_is_no_settings_file_is_refused_in_a_line(tmp_path: Path, content: 
         Settings.from_toml(tmp_path / "settings.toml", **({} if b"]" in content else {"data": "d", "out": "o"}))
 
 
-def test_the_page_explains_every_setting():
-    page = (Path(__file__).parent.parent.parent / "docs" / "training.md").read_text()
+def test_the_page_of_settings_is_that_of_the_code():
+    page = Path(__file__).parent.parent.parent / "docs" / "settings.md"
+    assert page.read_text(encoding="utf-8") == write_page(), "run `python -m shaped.train.run.settings_page > docs/settings.md`"
+
+
+def test_every_setting_has_a_topic_and_says_what_it_affects():
     for about in fields(Settings):
-        shown = "" if about.default in (MISSING, None) else str(about.default).lower() if isinstance(about.default, bool) else about.default
-        assert f"| `{about.name}` | {shown} |" in page
-        assert f"| {about.metadata['help']}" in page
+        assert about.metadata["topic"] in TOPICS
+        assert about.metadata["affects"] in AFFECTS
+        assert about.metadata["used_by"] in ("", "gains", "shaping", *SCHEDULES)
+    settings = Settings(data=Path("d"), out=Path("o"))
+    parts = [settings.affecting(name) for name in AFFECTS]
+    assert sum(map(len, parts)) == len(fields(Settings))
+    assert settings.affecting("place") == {"data": Path("d"), "out": Path("o"), "minutes": None}
+    assert settings.affecting("speed").keys() == {"device", "compile", "graph", "attention"}
+    assert settings.record().keys() == asdict(settings).keys() - {"data", "out", "minutes"}
+
+
+@pytest.mark.parametrize(
+    ("name", "registry"),
+    [("model", BLOCKS), ("schedule", SCHEDULES), ("decay", DECAYS), ("optimiser", OPTIMISERS), ("objective", OBJECTIVES)],
+)
+def test_choices_help_and_errors_come_from_the_registry(name: str, registry: dict[str, Any]):
+    about = Settings.__dataclass_fields__[name].metadata
+    assert about["choices"] == tuple(registry)
+    assert all(f"{entry}: {registry[entry].about}" in about["help"] for entry in registry)
+    with refused(name, ", ".join(registry), "other"):
+        Settings.of({"data": "d", "out": "o", name: "other"})

@@ -12,10 +12,10 @@ import torch
 from refusals import refused
 from shaped.files import read_json
 from shaped.train import study
-from shaped.train.folder_lock import alone
+from shaped.train.folder_lock import folder_lock
 from shaped.train.run.loop import Run, pretrain
 from shaped.train.run.settings import Settings
-from shaped.train.run_records import trained
+from shaped.train.run_records import read_runs
 from shaped.train.tables import entropy_curves, table1
 from train.conftest import status
 
@@ -31,21 +31,21 @@ def test_a_study_runs_its_queue_within_its_time(tiny: Settings, tmp_path: Path):
     """Two learning rates and Pre-LN; those of one shape share a stepper, and give what they give alone."""
     file = study_file(tiny, tmp_path, '[[run]]\nname = "shaped"\nlr = [1e-3, 1e-2]\n[[run]]\nname = "preln"\nmodel = "preln"\nlr = 1e-2\n')
     said: list[str] = []
-    summary = study.study(file, minutes=1e-9, say=said.append)
+    summary = study.study(file, minutes=1e-9, log=said.append)
     assert summary["runs"] == []
     assert len(summary["unfinished"]) == 3
-    summary = study.study(file, only=["preln"], say=said.append)
+    summary = study.study(file, only=["preln"], log=said.append)
     assert [run["name"] for run in summary["runs"]] == ["preln"]
     with pytest.raises(ValueError, match=r"^only must be among shaped-lr0\.001, shaped-lr0\.01, preln, got postln$"):
         study.study(file, only=["postln"])
-    summary = study.study(file, say=said.append)
+    summary = study.study(file, log=said.append)
     assert [run["name"] for run in summary["runs"]] == ["shaped-lr0.001", "shaped-lr0.01", "preln"]
-    alone = pretrain(replace(tiny, out=tmp_path / "alone"), say=lambda line: None)
+    alone = pretrain(replace(tiny, out=tmp_path / "alone"), log=lambda line: None)
     assert summary["runs"][1]["test_loss"] == alone.test_loss
     assert read_json(tmp_path / "runs" / "study.json") == summary
     logs = [json.loads(line) for line in (tmp_path / "runs" / "study.jsonl").read_text().splitlines()]
     assert {line["run"] for line in logs} == {"shaped-lr0.001", "shaped-lr0.01", "preln"}
-    runs = trained([tmp_path / "runs"])
+    runs = read_runs([tmp_path / "runs"])
     rows = table1(run.result for run in runs if run.result)
     assert [(row["name"], row["lr"]) for row in rows] == [("preln", 1e-2), ("recover", 1e-2)]
     assert rows[1]["test_loss"] == alone.test_loss
@@ -56,7 +56,7 @@ def test_a_study_runs_its_queue_within_its_time(tiny: Settings, tmp_path: Path):
     ]
     keys = {"model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed", "train_loss", "test_loss", "command", "commit"}
     assert all(keys <= run.keys() for run in summary["runs"])
-    again = {run.name: run for run in trained([tmp_path / "runs" / "study.json"])}
+    again = {run.name: run for run in read_runs([tmp_path / "runs" / "study.json"])}
     assert again.keys() == {run.name for run in runs}
     for run in runs:
         assert (again[run.name].settings, again[run.name].result) == (run.settings, run.result)
@@ -112,15 +112,15 @@ def test_a_run_that_diverged_is_remembered(tiny: Settings, tmp_path: Path):
     """And not tried again, until a setting changes; then what it left is set aside."""
     file = study_file(tiny, tmp_path, BREAKS)
     folder, said = tmp_path / "runs" / "breaks", []
-    first = study.study(file, say=said.append)["unfinished"]
+    first = study.study(file, log=said.append)["unfinished"]
     assert "not finite" in first[0]["why"]
     times = [(path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))]
-    again = study.study(file, only=["breaks"], say=said.append)
+    again = study.study(file, only=["breaks"], log=said.append)
     assert again["unfinished"] == first
     assert said[-1] == f"breaks: not tried again (delete {folder / 'diverged.json'} for that): {first[0]['why']}"
     assert times == [(path, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))]
     study_file(tiny, tmp_path, BREAKS.replace("1e38", "1e-3"))
-    assert [run["name"] for run in study.study(file, say=said.append)["runs"]] == ["breaks"]
+    assert [run["name"] for run in study.study(file, log=said.append)["runs"]] == ["breaks"]
     assert not (folder / "diverged.json").exists()
     assert (folder / "diverged-1" / "diverged.json").exists()
     assert Settings.from_toml(folder / "diverged-1" / "settings.toml").lr == 1e38
@@ -145,8 +145,8 @@ def test_a_run_that_fails_does_not_stop_the_queue(tiny: Settings, tmp_path: Path
         (runs / name / "settings.toml").write_text(content)
         (runs / name / "metrics.jsonl").write_text('{"step": 1, "kind": "train"}\n')
     said: list[str] = []
-    with alone(runs / "busy"):
-        summary = study.study(file, say=said.append)
+    with folder_lock(runs / "busy"):
+        summary = study.study(file, log=said.append)
     assert [run["name"] for run in summary["runs"]] == ["works"]
     assert list(summary["failed"]) == ["large", "memory", "other", "damaged"]
     assert summary["failed"]["memory"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -157,7 +157,7 @@ def test_a_run_that_fails_does_not_stop_the_queue(tiny: Settings, tmp_path: Path
     assert any(line.startswith("busy: out must be a folder in which no other process works") for line in said)
     assert all("\n" not in line for line in said)
     assert read_json(runs / "study.json") == summary
-    assert {run.name for run in trained([runs / "study.json"])} == set(names)
+    assert {run.name for run in read_runs([runs / "study.json"])} == set(names)
 
 
 def test_the_status_of_a_study_says_how_it_went(
@@ -178,7 +178,7 @@ def test_the_status_of_a_study_says_how_it_went(
     "path", sorted((Path(__file__).parent.parent.parent / "benchmarks" / "studies").glob("*.toml")), ids=lambda path: path.stem
 )
 def test_the_studies_here_can_be_read(path: Path):
-    runs, _, _ = study.plan(path)
+    runs, _, _ = study.read_study(path)
     assert len(runs) >= 3
     assert all(settings.keep == 0 or settings.save_model for settings in runs.values())
 

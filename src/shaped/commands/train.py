@@ -15,7 +15,8 @@ import typer
 from shaped.checks import whole_numbers
 from shaped.commands.console import Lines, print_error
 from shaped.commands.options import PLACE
-from shaped.train.run import settings as training
+from shaped.train.run.options import TOPICS
+from shaped.train.run.settings import DEFAULTS, HINTS, PRESETS, Settings
 
 app = typer.Typer()
 text = typer.Typer(help="Text for training.", no_args_is_help=True)
@@ -38,11 +39,11 @@ def prepare(
 ) -> None:
     """Train a tokenizer on text and pack the text into memory-mapped arrays; goes on where it was interrupted."""
     needs("tokenizers", "transformers")
-    from shaped.train.data import prepare as data
+    from shaped.train.data.prepare import prepare as prepare_data
 
-    how: dict[str, Any] = {"vocab": vocab, "length": length, "valid_share": valid_share, "cased": cased, "tokens": tokens}
+    options: dict[str, Any] = {"vocab": vocab, "length": length, "valid_share": valid_share, "cased": cased, "tokens": tokens}
     lines = Lines()
-    made = data.prepare(text, out, valid=valid, progress=is_terminal(), say=print_error, **how)
+    made = prepare_data(text, out, valid=valid, progress=is_terminal(), log=print_error, **options)
     for part in ("train", "valid"):
         about = made.facts[part]
         cut = ", stopped at the limit: the rest is left out" if about["stopped_at_limit"] else ""
@@ -52,18 +53,17 @@ def prepare(
     lines.end(out)
 
 
-def from_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with an option for each setting, which goes into `given` if it was said."""
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds an option for each setting to a command, which gets those that were given as a dict."""
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         for name, kind in (("config", Config), ("preset", Preset))
     ]
-    for name, hint in training.HINTS.items():
-        about = training.Settings.__dataclass_fields__[name]
-        choices = f" One of {', '.join(about.metadata['choices'])}." if about.metadata["choices"] else ""
-        default = "" if about.default in (None, training.MISSING) else f" [{about.default}]"
-        place = PLACE if hint is Path else {}
-        option = typer.Option(help=about.metadata["help"] + choices + default, show_default=False, **place)
+    for name, hint in HINTS.items():
+        about = Settings.__dataclass_fields__[name].metadata
+        default = "" if DEFAULTS.get(name) is None else f" Default: {str(DEFAULTS[name]).lower()}."
+        shown: dict[str, Any] = PLACE if hint is Path else {"metavar": f"[{'|'.join(about['choices'])}]"} if about["choices"] else {}
+        option = typer.Option(help=about["help"] + default, show_default=False, rich_help_panel=TOPICS[about["topic"]], **shown)
         options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint | None, option]))
 
     def called(config: Path | None = None, **options: Any) -> None:
@@ -78,12 +78,12 @@ def from_settings(command: Callable[..., None]) -> Callable[..., None]:
 Config = Annotated[Path | None, typer.Option(help="TOML file with settings; options given beside it prevail.", show_default=False, **PLACE)]
 Preset = Annotated[
     str | None,
-    typer.Option(help=f"Defaults by a name: {', '.join(training.PRESETS)}. Settings that are given prevail.", show_default=False),
+    typer.Option(help=f"Defaults by a name: {', '.join(PRESETS)}. Settings that are given prevail.", show_default=False),
 ]
 
 
 @app.command(rich_help_panel="Training")
-@from_settings
+@with_settings
 def pretrain(config: Path | None, given: dict[str, Any]) -> None:
     """Train a model on prepared text; the same command goes on with a run that was interrupted, or whose minutes were over (status 75).
 
@@ -92,14 +92,15 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
     needs("transformers")
     from shaped.train.run import loop
     from shaped.train.run.processes import is_first
+    from shaped.train.run.stopping import Stopped
 
-    settings = training.Settings.from_toml(config, **given) if config else training.Settings.of(given)
+    settings = Settings.from_toml(config, **given) if config else Settings.of(given)
     lines = Lines()
     say = lines.say if is_first() else (lambda line: None)
     say(settings.to_toml())
     try:
-        result = loop.pretrain(settings, progress=is_terminal(), say=print_error)
-    except loop.Stopped as stopped:
+        result = loop.pretrain(settings, progress=is_terminal(), log=print_error)
+    except Stopped as stopped:
         say(stopped)
         raise typer.Exit(UNFINISHED) from None
     say(f"train loss {result.train_loss:.4f}, test loss {result.test_loss:.4f}")
@@ -120,11 +121,11 @@ def study(
     The status is 1 if a run failed, else 75 if some are left to do, which the same command does.
     """
     needs("transformers")
-    from shaped.train import study as queue
+    from shaped.train import study as studies
 
     overrides = {"minutes": minutes, "out": None if out is None else str(out), "data": None if data is None else str(data)}
-    lines, folder = Lines(), queue.plan(file, **overrides)[2]
-    summary = queue.study(file, only=only or (), say=lines.say, progress=is_terminal(), **overrides)
+    lines, folder = Lines(), studies.read_study(file, **overrides)[2]
+    summary = studies.study(file, only=only or (), log=lines.say, progress=is_terminal(), **overrides)
     diverged = sum(bool(run["why"]) for run in summary["unfinished"])
     left = {run["name"] for run in summary["unfinished"] if not run["why"]} - summary["failed"].keys()
     lines.say(f"{len(summary['runs'])} finished, {diverged} diverged, {len(summary['failed'])} failed, {len(left)} unfinished")
@@ -141,12 +142,12 @@ def collect(
     out: Annotated[Path, typer.Option(help="JSON file; the metrics go beside it, into a file that ends in .jsonl.", **PLACE)],
 ) -> None:
     """Put runs into one file, with their settings, metrics and GLUE scores; `shaped reproduce --runs` reads it."""
-    from shaped.train import run_records as collection
+    from shaped.train import run_records
 
-    found = collection.trained(runs)
+    found = run_records.read_runs(runs)
     if not found:
         raise ValueError(f"runs must have been begun by `shaped pretrain`, got none in {', '.join(map(str, runs))}")
-    collection.collect(found, out)
+    run_records.collect(found, out)
     lines = Lines()
     lines.say(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
     lines.say(f"written: {out}")
@@ -169,17 +170,18 @@ def glue(
 ) -> None:
     """Fine-tune runs on GLUE tasks, over several seeds, and score them on the development sets."""
     needs("transformers")
-    from shaped.train import glue as tuning
+    from shaped.train import glue as fine_tuning
+    from shaped.train.run.stopping import Diverged
+    from shaped.train.step.stepper_cache import StepperCache
 
-    how: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": batch, "warmup": warmup, "device": device, "compile": compile}
-    tasks = [tuning.GlueSettings(task=name, seeds=whole_numbers("seeds", seeds), **how) for name in task]
-    steppers: dict[Any, Any] = {}
-    lines, diverged = Lines(), False
+    options: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": batch, "warmup": warmup, "device": device, "compile": compile}
+    tasks = [fine_tuning.GlueSettings(task=name, seeds=whole_numbers("seeds", seeds), **options) for name in task]
+    lines, steppers, diverged = Lines(), StepperCache(), False
     for run in runs:
         for settings in tasks:
             try:
-                summary = tuning.glue(run, settings, data, say=(lambda line: None) if as_json else lines.say, steppers=steppers)
-            except tuning.Diverged as error:  # the others may not
+                summary = fine_tuning.glue(run, settings, data, log=(lambda line: None) if as_json else lines.say, steppers=steppers)
+            except Diverged as error:  # the others may not
                 print_error(f"shaped: {run}, {settings.task}: {error}")
                 diverged = True
                 continue

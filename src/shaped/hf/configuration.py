@@ -9,11 +9,10 @@ from transformers import PreTrainedConfig
 from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.hf.attention import NAME
 from shaped.nn.activations import ACTIVATIONS
+from shaped.nn.blocks import BLOCKS
 from shaped.nn.modules import DEEPEST
-from shaped.nn.schedules import Fixed, Learn, Recover, Schedule
+from shaped.nn.schedules import SCHEDULES, Recover, Schedule
 
-BLOCKS = ("shaped", "vanilla", "preln", "postln")
-SCHEDULES = ("fixed", "learn", "recover")
 LARGEST_MODEL = 10**12  # weights: more than any machine has room for
 
 
@@ -109,4 +108,5 @@ class ShapedConfig(PreTrainedConfig):
 
     def shaping(self) -> Schedule:
         """The schedule of gamma1, gamma2 and the activation's slope."""
-        return {"fixed": Fixed(), "learn": Learn(), "recover": Recover(self.recover_steps)}[self.schedule]
+        kind = SCHEDULES[self.schedule]
+        return Recover(self.recover_steps) if kind is Recover else kind()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from jaxtyping import Float
@@ -169,3 +170,17 @@ def vanilla(model: Model) -> Model:
             del module.slope
             module.slope = None
     return model
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    about: str
+    """A few words for the commands' help."""
+
+
+BLOCKS = {
+    "shaped": BlockKind("Eq. shaped_transformer, no LayerNorm"),
+    "preln": BlockKind("LayerNorm before each branch"),
+    "postln": BlockKind("LayerNorm after each branch"),
+    "vanilla": BlockKind("the shaped block without its shaping"),
+}

@@ -29,6 +29,8 @@ class Shapeable(nn.Module, ABC):
 class Schedule(ABC):
     """The shaping in training: gamma1, gamma2 and the activation's slope are fixed, trained (Learn) or annealed to 0 (Recover)."""
 
+    about: ClassVar[str]
+    """A few words for the commands' help."""
     learns: ClassVar[bool]
     """Are they trained, as parameters?"""
 
@@ -58,6 +60,7 @@ def check_schedule(schedule: Schedule | None) -> Schedule:
 class Fixed(Schedule):
     """The shaping stays as it is at initialisation."""
 
+    about: ClassVar[str] = "stays as it is at the start"
     learns: ClassVar[bool] = False
 
     def share(self, step: int) -> float:
@@ -68,6 +71,7 @@ class Fixed(Schedule):
 class Learn(Schedule):
     """gamma1, gamma2 and the activation's slope are trained."""
 
+    about: ClassVar[str] = "trained"
     learns: ClassVar[bool] = True
 
     def share(self, step: int) -> float:
@@ -79,6 +83,7 @@ class Recover(Schedule):
     """The shaping goes linearly to 0 in the first `steps` steps: what is left is a vanilla Transformer without LayerNorm."""
 
     steps: int = 4000
+    about: ClassVar[str] = "annealed to 0"
     learns: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -86,3 +91,6 @@ class Recover(Schedule):
 
     def share(self, step: int) -> float:
         return min(1.0, max(0.0, 1.0 - step / self.steps))
+
+
+SCHEDULES: dict[str, type[Schedule]] = {"fixed": Fixed, "learn": Learn, "recover": Recover}

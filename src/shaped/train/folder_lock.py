@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,41 +15,47 @@ class Busy(ValueError):
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a folder, which is made if need be, and removed if nothing was put into it.
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of a folder. Creates the folder if it is missing, and removes it if it stays empty.
 
-    The lock is the kernel's and goes with the process, however that ends: a file that a killed one left behind locks nobody out.
+    The kernel holds the lock and releases it when the process ends, however it ends. A lock file left behind by a killed process locks
+    nobody out.
     """
     made = not folder.exists()
     path = folder / ".lock"
-    handle = _locked(path, folder)
+    handle = _lock(path, folder)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)  # while it is still ours
         os.close(handle)
         if made:
-            with suppress(OSError):  # it has something in it
+            with suppress(OSError):  # it is not empty
                 folder.rmdir()
 
 
-def _locked(path: Path, folder: Path) -> int:
+def _lock(path: Path, folder: Path) -> int:
+    """The handle of the locked file."""
+    try:
+        import fcntl  # here, so that Windows can import this module
+    except ImportError:
+        raise ValueError("training needs a POSIX system: Linux or macOS") from None
     while True:
         make_folder(folder)
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # whoever made the folder has just removed it
+        except FileNotFoundError:  # another process has just removed the folder that it created
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
             raise Busy(f"out must be a folder in which no other process works, got {folder}, where one does") from None
-        except OSError:  # a file system without locks: better unguarded than of no use
+        except OSError:  # the file system has no locks: go on without one
             return handle
         try:
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
         except FileNotFoundError:
             pass
-        os.close(handle)  # whoever had it has just finished and removed it: what was locked is no longer the file of that name
+        os.close(handle)  # the owner has just removed its lock file: what we locked no longer has that name

@@ -18,19 +18,22 @@ from transformers import AutoTokenizer
 import shaped.hf
 from shaped.checks import in_range, positive, whole_number
 from shaped.files import read_json, read_text, write_sealed
-from shaped.train.run.folder import HISTORY, check_files, run_folder
-from shaped.train.run.loop import Diverged, Steppers, shared
+from shaped.train.run.folder import HISTORY, check_files, check_run_folder
+from shaped.train.run.options import check, option
 from shaped.train.run.result import Result, commit
-from shaped.train.run.settings import check, like, option
-from shaped.train.step.objectives import ClassifierLoss
-from shaped.train.step.stepper import How, Plan, Say, Stepper
+from shaped.train.run.settings import like
+from shaped.train.run.stopping import Diverged
+from shaped.train.step.config import StepConfig, StepSchedule
+from shaped.train.step.objectives.classification import ClassifierLoss, ExampleBatches
+from shaped.train.step.stepper import Log, Stepper
+from shaped.train.step.stepper_cache import StepperCache
 
 Example = tuple[str, str | None, int]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Where a task's columns are, in its TSV files, whose quotes are plain characters, and in `datasets`."""
+    """Where a task's columns are in its TSV files, in which quotes are plain characters, and in `datasets`."""
 
     folder: str
     header: bool
@@ -43,7 +46,7 @@ class Task:
 
 TASKS = {
     "cola": Task("CoLA", False, 1, (3,), {"0": 0, "1": 1}, "matthews", ("sentence",)),
-    # The paper does not name MRPC's score. To say 1 always has an F1 of 0.812 and an accuracy of 0.684 there: its 0.785 to 0.813 are F1.
+    # The paper does not name MRPC's score. Always answering 1 has F1 0.812 and accuracy 0.684: the paper's 0.785 to 0.813 must be F1.
     "mrpc": Task("MRPC", True, 0, (3, 4), {"0": 0, "1": 1}, "f1", ("sentence1", "sentence2")),
     "rte": Task("RTE", True, 3, (1, 2), {"entailment": 0, "not_entailment": 1}, "accuracy", ("sentence1", "sentence2")),
 }
@@ -53,12 +56,13 @@ TASKS = {
 class GlueSettings:
     """The paper's protocol; `warmup` is a share of the steps."""
 
-    task: str = option(MISSING, "Task.", choices=tuple(TASKS))
-    epochs: int = option(5, "Epochs.", least=1, most=1000)
-    lr: float = option(5e-4, "Learning rate.", low=0.0)
-    batch: int = option(16, "Examples of a step.", least=1)
-    warmup: float = option(0.0, "Share of the steps in which the learning rate grows.", low=0.0)
-    seeds: tuple[int, ...] = option((0, 1, 2), "Seeds of the head and of the order of the examples.")
+    task: str = option(MISSING, "Task.", topic="data", choices=tuple(TASKS))
+    epochs: int = option(5, "Epochs.", topic="optimisation", least=1, most=1000)
+    lr: float = option(5e-4, "Learning rate.", topic="optimisation", low=0.0)
+    batch: int = option(16, "Examples of a step.", topic="data", least=1)
+    warmup: float = option(0.0, "Share of the steps in which the learning rate grows.", topic="optimisation", low=0.0)
+    seeds: tuple[int, ...] = option((0, 1, 2), "Seeds of the head and of the order of the examples.", topic="optimisation")
+    optimiser: str = like("optimiser")
     clip: float = like("clip")
     device: str = like("device")
     precision: str = like("precision")
@@ -85,7 +89,7 @@ def read_tsv(task: Task, path: Path) -> list[Example]:
         raise ValueError(f"data must have {task.folder}/{path.name}, got none at {path}") from None
     except ValueError as error:
         raise ValueError(f"data must have {task.folder}/{path.name} as GLUE has it, got something else: {error}") from None
-    rows = text.rstrip("\n").split("\n")[task.header :]  # sentences may have other line ends in them
+    rows = text.rstrip("\n").split("\n")[task.header :]  # not splitlines: sentences may contain other line ends
     examples = []
     for number, row in enumerate(rows, 1 + task.header):
         if not row.strip():
@@ -102,7 +106,7 @@ def read_tsv(task: Task, path: Path) -> list[Example]:
     return examples
 
 
-def examples(name: str, part: str, folder: Path | None) -> list[Example]:
+def read_examples(name: str, part: str, folder: Path | None) -> list[Example]:
     """From FOLDER/CoLA/train.tsv and so on, or, without a folder, by `datasets`."""
     task = TASKS[name]
     if folder is not None:
@@ -129,36 +133,40 @@ def encode(texts: list[Example], tokenizer: Any, length: int) -> tuple[Tensor, T
     return made["input_ids"], made["attention_mask"].bool(), torch.tensor([text[2] for text in texts])
 
 
-def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = print, steppers: Steppers | None = None) -> dict[str, Any]:
+def glue(
+    run: Path, settings: GlueSettings, folder: Path | None, *, log: Log = print, steppers: StepperCache | None = None
+) -> dict[str, Any]:
     """Scores of the task on the development set, over seeds; also written to RUN/glue-TASK.json.
 
     `steppers` are shared by runs and tasks of the same shapes in one process: nothing is then compiled again.
     """
-    result = Result.read(run_folder(run) / "result.json")
+    result = Result.read(check_run_folder(run) / "result.json")
     check_files(run, lambda name: name not in HISTORY)
     check_config(run, result)
     with reading(run):
         tokenizer: Any = AutoTokenizer.from_pretrained(run)
         length = shaped.hf.ShapedConfig.from_pretrained(run).max_position_embeddings
-    tokenizer.model_max_length = 1 << 30  # lengths are seen to below
-    parts = {part: examples(settings.task, part, folder) for part in ("train", "dev")}
-    how, steppers = How.of(settings, 1), {} if steppers is None else steppers
-    if how.compile == "off":  # else one length for all tasks: one program
-        length = min(length, _rounded(max(map(len, tokenizer(*_texts(parts))["input_ids"]))))
+    tokenizer.model_max_length = 1 << 30  # texts are truncated below
+    parts = {part: read_examples(settings.task, part, folder) for part in ("train", "dev")}
+    config, steppers = StepConfig.of(settings, 1), StepperCache() if steppers is None else steppers
+    if config.compile == "off":  # compiled, one length for all tasks: one program
+        length = min(length, _round_up(max(map(len, tokenizer(*_list_texts(parts))["input_ids"]))))
     train, dev = (encode(parts[part], tokenizer, length) for part in ("train", "dev"))
     if len(train[0]) < settings.batch:
         raise ValueError(f"batch must be at most the number of examples, {len(train[0])}, got {settings.batch}")
     scores: list[dict[str, float]] = []
     for seed in settings.seeds:
-        model = classifier(run, seed)
-        stepper = shared(steppers, model, ClassifierLoss, how, (length, settings.batch), say)
-        scores.append(score(fine_tuned(stepper, settings, train, dev, seed, model.config.shaping().share(result.steps)), dev[2].numpy()))
-        say(f"{settings.task}, seed {seed}: " + ", ".join(f"{name} {value:.3f}" for name, value in scores[-1].items()))
+        model = load_classifier(run, seed)
+        batches = ExampleBatches(train, batch=settings.batch, seed=seed, device=config.device)
+        stepper = steppers.get(model, ClassifierLoss, config, batches.sizes, log)
+        fine_tune(stepper, settings, batches, model.config.shaping().share(result.steps))
+        scores.append(score(predict(stepper, dev, settings.batch), dev[2].numpy()))
+        log(f"{settings.task}, seed {seed}: " + ", ".join(f"{name} {value:.3f}" for name, value in scores[-1].items()))
     summary: dict[str, Any] = {"task": settings.task, "score": TASKS[settings.task].score, "seeds": list(settings.seeds)}
     for name in scores[0]:
         values = [one[name] for one in scores]
         summary[name] = {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None, "values": values}
-    summary |= {"precision": "bf16" if how.half else "float32", "stream": str(how.stream).removeprefix("torch.")}
+    summary |= {"precision": "bf16" if config.half else "float32", "stream": str(config.stream).removeprefix("torch.")}
     summary |= {"epochs": settings.epochs, "lr": settings.lr, "batch": settings.batch, "warmup": settings.warmup, "length": length}
     summary |= {"examples": {part: len(parts[part]) for part in parts}, "run": result.command, "commit": commit()}
     write_sealed(run / f"glue-{settings.task}.json", summary)
@@ -166,7 +174,7 @@ def glue(run: Path, settings: GlueSettings, folder: Path | None, *, say: Say = p
 
 
 def check_config(run: Path, result: Result) -> None:
-    """Is config.json of the model that the result is of? Before anything is built: what it says may be of any size."""
+    """Compares config.json with the result before a model is built, since a damaged one may ask for any size."""
     about = read_json(run / "config.json", num_hidden_layers=int, hidden_size=int, vocab_size=int, max_position_embeddings=int)
     for name, value in (("num_hidden_layers", result.depth), ("hidden_size", result.width)):
         if about[name] != value:
@@ -175,7 +183,7 @@ def check_config(run: Path, result: Result) -> None:
 
 @contextmanager
 def reading(run: Path) -> Iterator[None]:
-    """transformers raises whatever it stumbles over in a damaged file."""
+    """Turns any error of transformers in a damaged file into one line."""
     try:
         yield
     except Exception as error:
@@ -183,12 +191,12 @@ def reading(run: Path) -> Iterator[None]:
         raise ValueError(f"run must have a model and a tokenizer that can be read, got {run}: {type(error).__name__}, {said}") from None
 
 
-def classifier(run: Path, seed: int) -> Any:
-    """The run's body under a new linear head. What the seed does not draw comes from the run."""
+def load_classifier(run: Path, seed: int) -> Any:
+    """The run's body under a new linear head, which the seed draws."""
     import transformers
 
     before = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # that the head is new is what is wanted here
+    transformers.utils.logging.set_verbosity_error()  # no warning that the head is new
     transformers.utils.logging.disable_progress_bar()
     try:
         with reading(run), torch.random.fork_rng(devices=[]):
@@ -198,36 +206,30 @@ def classifier(run: Path, seed: int) -> Any:
         transformers.utils.logging.set_verbosity(before)
 
 
-def fine_tuned(
-    stepper: Stepper, settings: GlueSettings, train: tuple[Tensor, ...], dev: tuple[Tensor, ...], seed: int, share: float
-) -> np.ndarray:
-    """Trains, and predicts the development set."""
-    device, batch = stepper.how.device, settings.batch
-    steps_an_epoch = len(train[0]) // batch
-    steps = settings.epochs * steps_an_epoch
+def fine_tune(stepper: Stepper, settings: GlueSettings, batches: ExampleBatches, share: float) -> None:
+    """Trains for the settings' epochs, with the shaping at a constant share of its start."""
+    steps = settings.epochs * batches.steps_an_epoch
     warmup = round(settings.warmup * steps)
-    plan = Plan(lambda step: settings.lr * min(1.0, (step + 1) / max(1, warmup)), {}, lambda _: share, settings.clip)
-    rows = tuple(tensor.to(device) for tensor in train)
-    orders = [np.random.default_rng([seed, epoch]).permutation(len(rows[0]))[: steps_an_epoch * batch] for epoch in range(settings.epochs)]
-    chosen = torch.from_numpy(np.concatenate(orders)).to(device).view(steps, batch)
-    for first in range(0, steps, stepper.how.chunk):
-        part = chosen[first : first + stepper.how.chunk]
-        losses = stepper.run(tuple(tensor[part] for tensor in rows), plan)
+    schedule = StepSchedule(lambda step: settings.lr * min(1.0, (step + 1) / max(1, warmup)), {}, lambda _: share, settings.clip)
+    for first in range(0, steps, stepper.config.chunk):
+        losses = stepper.run(batches.chunk(first, min(stepper.config.chunk, steps - first)), schedule)
         if not all(map(math.isfinite, losses)):
-            raise Diverged(f"the loss of step {stepper.step} of fine-tuning is not finite (seed {seed}); lr is {settings.lr:g}")
-    return np.concatenate(list(_predictions(stepper, dev, batch)))
+            raise Diverged(f"the loss of step {stepper.step} of fine-tuning is not finite (seed {batches.seed}); lr is {settings.lr:g}")
 
 
 @torch.no_grad()
-def _predictions(stepper: Stepper, dev: tuple[Tensor, ...], batch: int) -> Iterator[np.ndarray]:
+def predict(stepper: Stepper, examples: tuple[Tensor, ...], batch: int) -> np.ndarray:
+    """The classes of examples: tokens, masks."""
     loss: Any = stepper.eager_loss
-    for first in range(0, len(dev[0]), 8 * batch):
-        ids, mask = (tensor[first : first + 8 * batch].to(stepper.how.device) for tensor in dev[:2])
-        with stepper.cast():
+    classes = []
+    for first in range(0, len(examples[0]), 8 * batch):
+        ids, mask = (tensor[first : first + 8 * batch].to(stepper.config.device) for tensor in examples[:2])
+        with stepper.forward_context():
             logits = loss.logits(loss.encode(ids, mask[:, None, None, :]), mask).float()
         if not logits.isfinite().all():
             raise Diverged("the fine-tuned model's logits are not finite: the learning rate may be too large")
-        yield logits.argmax(-1).cpu().numpy()
+        classes.append(logits.argmax(-1).cpu().numpy())
+    return np.concatenate(classes)
 
 
 def score(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
@@ -242,10 +244,10 @@ def score(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     }
 
 
-def _texts(parts: dict[str, list[Example]]) -> tuple[list[str], ...]:
+def _list_texts(parts: dict[str, list[Example]]) -> tuple[list[str], ...]:
     every = [text for part in parts.values() for text in part]
     return ([text[0] for text in every],) if every[0][1] is None else ([text[0] for text in every], [str(text[1]) for text in every])
 
 
-def _rounded(length: int) -> int:
+def _round_up(length: int) -> int:
     return -(-length // 32) * 32

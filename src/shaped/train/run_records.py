@@ -1,4 +1,4 @@
-"""Training runs, from their folders or from a file that was made of them, such as those in docs/results."""
+"""Records of training runs, read from their folders or from a file that `shaped collect` wrote, such as those in docs/results."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shaped.files import entries, read_json, sha256, write_atomically, write_sealed
 from shaped.train.run import checkpoint
 from shaped.train.run.folder import HISTORY, check_files, read_settings
-from shaped.train.run.metrics import read
-from shaped.train.run.result import MAIN, Result, check_scores, check_settings, kind_of
-from shaped.train.run.settings import Settings
-
-PLACES = ("data", "out", "minutes")  # settings that say nothing of the run
+from shaped.train.run.metrics import read_metrics
+from shaped.train.run.result import MAIN, Result, check_scores, check_settings, name_kind
+from shaped.train.run.settings import PLACES, Settings
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What is left of a run: its settings, its metrics and, if it has been finished, its result and its GLUE scores by task."""
+class RunRecord:
+    """What a run left: its settings, its metrics and, if it has been finished, its result and its GLUE scores by task."""
 
     name: str
     settings: dict[str, Any]
@@ -34,7 +32,7 @@ class Trained:
     """Why it diverged, if it did."""
 
     def __post_init__(self) -> None:
-        """Whatever place it was read from, the tables and figures may rely on it."""
+        """Checks everything that tables and figures rely on, wherever it was read from."""
         check_settings(self.settings)
         for line in self.metrics:
             if line["kind"] == "layers" and len(line["entropy"]) < self.settings["depth"]:
@@ -45,23 +43,23 @@ class Trained:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.settings["model"], self.settings["schedule"])
+        return name_kind(self.settings["model"], self.settings["schedule"])
 
 
-def trained(places: Iterable[Path]) -> list[Trained]:
-    """The runs in these folders, however deep, and in these files. Where names are not enough to tell them apart, with their place's."""
-    found: list[tuple[str, Trained]] = []
+def read_runs(places: Iterable[Path]) -> list[RunRecord]:
+    """The runs in these folders, at any depth, and in these files. Equal names get their place's name as a prefix."""
+    found: list[tuple[str, RunRecord]] = []
     for place in places:
         if not place.exists():
             raise ValueError(f"runs must be folders of runs or files that `shaped collect` made, got {place}, which is neither")
         if place.is_file():
-            found += [(place.stem, run) for run in from_file(place)]
+            found += [(place.stem, run) for run in read_file(place)]
         else:
-            # Metrics alone are no run, but what has lost its settings is not to be passed by.
+            # Metrics alone are no run. They are listed so that a run that lost its settings is an error and not overlooked.
             folders = {path.parent for name in ("result.json", "settings.toml", "metrics.jsonl") for path in place.rglob(name)}
             for folder in sorted(folders):
                 inside = folder.resolve() if folder == place else folder.relative_to(place)
-                run = from_folder(folder)
+                run = read_folder(folder)
                 found.append((place.resolve().name, replace(run, name=inside.name if folder == place else inside.as_posix())))
     counts = Counter(run.name for _, run in found)
     named = [replace(run, name=f"{place}/{run.name}") if counts[run.name] > 1 else run for place, run in found]
@@ -71,10 +69,10 @@ def trained(places: Iterable[Path]) -> list[Trained]:
     return named
 
 
-def from_folder(folder: Path, planned: Settings | None = None) -> Trained:
-    """`planned` are the settings of a run that may not have been begun."""
+def read_folder(folder: Path, planned: Settings | None = None) -> RunRecord:
+    """The record of the run in a folder. `planned` are its settings if it may not have begun."""
     try:
-        return _from_folder(folder, planned)
+        return _read_folder(folder, planned)
     except OSError as error:
         raise ValueError(f"runs must be folders that can be read, got {folder}: {error}") from None
     except ValueError as error:
@@ -83,39 +81,38 @@ def from_folder(folder: Path, planned: Settings | None = None) -> Trained:
         raise ValueError(f"{folder} must be the folder of a run, got something else: {error}") from None
 
 
-def _from_folder(folder: Path, planned: Settings | None) -> Trained:
+def _read_folder(folder: Path, planned: Settings | None) -> RunRecord:
     result = None
-    if is_there(folder / "result.json"):
+    if exists(folder / "result.json"):
         result = Result.read(folder / "result.json")
         check_files(folder, HISTORY.__contains__)
-    if is_there(folder / "settings.toml"):
-        settings = asdict(read_settings(folder))
+    if exists(folder / "settings.toml"):
+        settings = read_settings(folder).record()
     elif result is not None:
-        settings = result.settings | _main(result.to_dict())
+        settings = {name: value for name, value in result.settings.items() if name not in PLACES} | _select_main(result.to_dict())
     elif planned is not None:
-        settings = asdict(planned)
+        settings = planned.record()
     else:
         raise ValueError("it has metrics.jsonl, but neither settings.toml nor result.json")
     glue = {}
     for path in sorted(folder.glob("glue-*.json")):
         glue[path.stem.removeprefix("glue-")] = read_json(path)
     diverged = folder / "diverged.json"
-    why = read_json(diverged, why=str)["why"] if result is None and is_there(diverged) else ""
-    kept = {name: value for name, value in settings.items() if name not in PLACES}
-    lines = read(folder / "metrics.jsonl")
-    step, written = checkpoint.metrics_by(folder / "checkpoints") if result is None else (0, 0)
+    why = read_json(diverged, why=str)["why"] if result is None and exists(diverged) else ""
+    lines = read_metrics(folder / "metrics.jsonl")
+    step, written = checkpoint.count_metrics(folder / "checkpoints") if result is None else (0, 0)
     if (there := sum(line["step"] <= step for line in lines)) < written:
         raise ValueError(f"metrics.jsonl has {there} of the {written} lines up to step {step}; a run that goes on does without them")
-    return Trained(folder.name, kept, lines, result, glue, why)
+    return RunRecord(folder.name, settings, lines, result, glue, why)
 
 
-def is_there(path: Path) -> bool:
-    """Also a link that leads nowhere, which is a damage and no absence."""
+def exists(path: Path) -> bool:
+    """True also for a dangling link, which is damage and not absence."""
     return os.path.lexists(path)
 
 
-def from_file(path: Path) -> list[Trained]:
-    """From what `collect` wrote."""
+def read_file(path: Path) -> list[RunRecord]:
+    """The records in a file that `collect` wrote."""
     try:
         about = read_json(path, log=str, runs=list)
         name = about["log"]
@@ -127,17 +124,17 @@ def from_file(path: Path) -> list[Trained]:
         if about.get("log_sha256", sha256(log)) != sha256(log):  # older ones have none
             raise ValueError(f"its metrics, {log}, are not those that were written with it")
         lines: dict[str, list[dict[str, Any]]] = {}
-        for line in read(log):
+        for line in read_metrics(log):
             lines.setdefault(entries("a line of its metrics", line, run=str)["run"], []).append(line)
         found = []
         for row in about["runs"]:
             name = entries("a run", row, name=str)["name"]
             glue = entries("glue", row.get("glue", {}))
             result = Result.of({key: value for key, value in row.items() if key not in ("name", "glue")})
-            found.append(Trained(name, result.settings | _main(row), lines.get(name, []), result, glue))
+            found.append(RunRecord(name, result.settings | _select_main(row), lines.get(name, []), result, glue))
         for row in entries("it", about | {"unfinished": about.get("unfinished", [])}, unfinished=list)["unfinished"]:
             name = entries("a run", row, name=str, why=str, settings=dict)["name"]
-            found.append(Trained(name, row["settings"] | _main(row["settings"]), lines.get(name, []), why=row["why"]))
+            found.append(RunRecord(name, row["settings"] | _select_main(row["settings"]), lines.get(name, []), why=row["why"]))
         if len({run.name for run in found}) < len(found):
             raise ValueError("a name is there twice")
     except (OSError, KeyError, ValueError) as error:
@@ -146,13 +143,13 @@ def from_file(path: Path) -> list[Trained]:
     return found
 
 
-def collect(runs: Sequence[Trained], out: Path, **about: Any) -> dict[str, Any]:
+def collect(runs: Sequence[RunRecord], out: Path, **about: Any) -> dict[str, Any]:
     """One file with all runs, and one of the same name, ending in .jsonl, with all their metrics; as docs/results keeps them."""
     if out.suffix != ".json":
         raise ValueError(f"out must end in .json, since the metrics go to a file that ends in .jsonl, got {out}")
     log = out.with_suffix(".jsonl")
     finished = [run for run in runs if run.result is not None]
-    lines = "".join(json.dumps({"run": run.name} | _short(line)) + "\n" for run in runs for line in run.metrics).encode()
+    lines = "".join(json.dumps({"run": run.name} | _round(line)) + "\n" for run in runs for line in run.metrics).encode()
     summary = about | {
         "log": log.name,
         "log_sha256": hashlib.sha256(lines).hexdigest(),
@@ -164,15 +161,15 @@ def collect(runs: Sequence[Trained], out: Path, **about: Any) -> dict[str, Any]:
     return summary
 
 
-def _main(row: dict[str, Any]) -> dict[str, Any]:
-    """What a result says of its settings beside them."""
+def _select_main(row: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a result repeats outside of `settings`."""
     return {name: row[name] for name in MAIN}
 
 
-def _short(value: Any) -> Any:
-    """Numbers with six digits: enough to draw and to compare, and half the file."""
+def _round(value: Any) -> Any:
+    """Rounds numbers to six digits: enough to draw and to compare, in half the space."""
     if isinstance(value, dict):
-        return {name: _short(entry) for name, entry in value.items()}
+        return {name: _round(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_short(entry) for entry in value]
+        return [_round(entry) for entry in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -19,7 +19,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,19 @@ import torch
 
 from shaped.checks import positive
 from shaped.train.folder_lock import Busy
-from shaped.train.run.folder import why_diverged
-from shaped.train.run.loop import Diverged, Steppers, Stopped, pretrain
+from shaped.train.run.folder import read_divergence
+from shaped.train.run.loop import pretrain
 from shaped.train.run.settings import Settings, read_toml
-from shaped.train.run_records import PLACES, Trained, collect, from_folder
-from shaped.train.step.stepper import Say
+from shaped.train.run.stopping import Diverged, Stopped
+from shaped.train.run_records import RunRecord, collect, read_folder
+from shaped.train.step.stepper import Log
+from shaped.train.step.stepper_cache import StepperCache
 
 MOST_RUNS = 10_000
 OWN = ("study.json", "study.jsonl")  # what a study writes into the folder of its runs
 
 
-def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | None, Path]:
+def read_study(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | None, Path]:
     """The runs of a file by name, their time in minutes, and their folder."""
     file = read_toml(path, "file") | {name: value for name, value in overrides.items() if value is not None}
     for name in file:
@@ -79,17 +81,17 @@ def plan(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | Non
     return runs, minutes, out
 
 
-def study(path: Path, *, only: Sequence[str] = (), say: Say = print, progress: bool = False, **overrides: Any) -> dict[str, Any]:
+def study(path: Path, *, only: Sequence[str] = (), log: Log = print, progress: bool = False, **overrides: Any) -> dict[str, Any]:
     """Does the runs that are not done yet, or those of them named in `only`, and writes `study.json` (results) and `study.jsonl` (all
     metrics) after each of them. Several processes may share a study: what one works on, the others leave alone.
 
     In what it returns, as in `study.json`, `unfinished` says of a run that diverged `why`; `failed` has the errors of other runs by name.
     """
-    runs, minutes, out = plan(path, **overrides)
+    runs, minutes, out = read_study(path, **overrides)
     for name in only:
         if name not in runs:
             raise ValueError(f"only must be among {', '.join(runs)}, got {name}")
-    began, steppers = time.monotonic(), Steppers()
+    began, steppers = time.monotonic(), StepperCache()
     failed: dict[str, str] = {}
     busy: set[str] = set()
     for name, settings in runs.items():
@@ -98,56 +100,56 @@ def study(path: Path, *, only: Sequence[str] = (), say: Say = print, progress: b
         left = None if minutes is None else minutes - (time.monotonic() - began) / 60
         started = time.monotonic()
         try:
-            if why := why_diverged(settings):
-                say(f"{name}: not tried again (delete {settings.out / 'diverged.json'} for that): {why}")
+            if why := read_divergence(settings):
+                log(f"{name}: not tried again (delete {settings.out / 'diverged.json'} for that): {why}")
                 continue
             if left is not None and left <= 0:
-                say(f"{minutes:g} minutes are over before {name}; the same command goes on")
+                log(f"{minutes:g} minutes are over before {name}; the same command goes on")
                 break
-            result = pretrain(replace(settings, minutes=left), say=say, progress=progress, steppers=steppers)
+            result = pretrain(replace(settings, minutes=left), log=log, progress=progress, steppers=steppers)
             took = time.monotonic() - started
-            say(f"{name}: train {result.train_loss:.4f}, test {result.test_loss:.4f} ({result.steps} steps, {took:.0f} s)")
+            log(f"{name}: train {result.train_loss:.4f}, test {result.test_loss:.4f} ({result.steps} steps, {took:.0f} s)")
         except (Diverged, Busy) as error:
-            say(f"{name}: {error}")
+            log(f"{name}: {error}")
             busy |= {name} if isinstance(error, Busy) else set()
         except Stopped as error:
-            say(f"{name}: {error}")
+            log(f"{name}: {error}")
             break
         except Exception as error:  # of this run: the others may have none
-            failed[name] = in_a_line(error)
-            say(f"{name}: {failed[name]}")
+            failed[name] = describe_error(error)
+            log(f"{name}: {failed[name]}")
         if name in failed:  # now that the error, which holds on to what the run had in memory, is gone
             steppers.clear()
             gc.collect()
             torch.cuda.empty_cache()
-        report(runs, failed, busy, out)
-    summary = report(runs, failed, busy, out)
+        write_report(runs, failed, busy, out)
+    summary = write_report(runs, failed, busy, out)
     for name, why in summary["failed"].items():
         if name not in failed:
-            say(f"{name}: {why}")
+            log(f"{name}: {why}")
     return summary
 
 
-def report(runs: dict[str, Settings], failed: dict[str, str], busy: set[str], out: Path) -> dict[str, Any]:
-    """Writes what is left of all runs. A folder that cannot be read is a failure, unless another process is at work in it."""
+def write_report(runs: dict[str, Settings], failed: dict[str, str], busy: set[str], out: Path) -> dict[str, Any]:
+    """Writes the records of all runs. A folder that cannot be read is a failure, unless another process works in it."""
     unreadable: dict[str, str] = {}
-    left = [left_of(name, settings, unreadable) for name, settings in runs.items()]
+    left = [read_run(name, settings, unreadable) for name, settings in runs.items()]
     every = {name: why for name, why in unreadable.items() if name not in busy} | failed
     return collect(left, out / "study.json", failed={name: every[name] for name in runs if name in every})
 
 
-def left_of(name: str, settings: Settings, unreadable: dict[str, str]) -> Trained:
-    """What is left of a run; its plan alone, if its folder cannot be read or is that of a run which diverged with other settings."""
+def read_run(name: str, settings: Settings, unreadable: dict[str, str]) -> RunRecord:
+    """The record of a run. Its settings alone, if its folder cannot be read or holds a run that diverged with other settings."""
     try:
-        found = from_folder(settings.out, settings)
-        if bool(found.why) == bool(why_diverged(settings)):
+        found = read_folder(settings.out, settings)
+        if bool(found.why) == bool(read_divergence(settings)):
             return found
     except ValueError as error:
-        unreadable[name] = in_a_line(error)
-    return Trained(name, {key: value for key, value in asdict(settings).items() if key not in PLACES})
+        unreadable[name] = describe_error(error)
+    return RunRecord(name, settings.record())
 
 
-def in_a_line(error: Exception) -> str:
-    """What is wrong; errors that were not written for people say their kind as well."""
+def describe_error(error: Exception) -> str:
+    """One line. Errors that were not written for people are preceded by their type."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -11,8 +11,8 @@ from dataclasses import fields
 from typing import Any
 
 from shaped.train.run.result import Result
-from shaped.train.run.settings import PRESETS, Settings
-from shaped.train.run_records import Trained
+from shaped.train.run.settings import DEFAULTS, PRESETS, Settings
+from shaped.train.run_records import RunRecord
 
 PAPER_TABLE1 = {  # test loss at 100K steps, best gamma: mean and standard deviation
     ("recover", 18): (2.03, 0.01),
@@ -32,26 +32,13 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 }
 
 
-OF_GAINS = ("gamma", "gamma_feedforward", "train_gains", "gain_lr")  # of the residual branches: not those of Pre-LN and Post-LN
-OF_SHAPING = ("tau0", "c_minus", "recover_steps", "shaping_lr")
-OF_RECOVER, OF_LEARN = ("recover_steps",), ("shaping_lr",)
-CHOSEN = (
-    *OF_GAINS,
-    *OF_SHAPING,
-    "embedding_norm",
-    "embedding_std",
-    "head_std",
-    "tied",
-    "warmup",
-    "decay",
-    "embedding_lr",
-    "head_lr",
-    "clip",
-)
-"""What is tried to find the best, beside the learning rate. The rest of the settings (logs, devices, checkpoints) changes no result beyond
-rounding."""
+TASK = ("width", "heads", "batch", "mask_share")  # beside depth, steps and text, these must agree for two losses to be compared
+NAMED = ("model", "schedule", "depth", "hidden", "steps", "lr", "seed", "objective", "precision", "stream")
+CHOSEN = tuple(about for about in fields(Settings) if about.metadata["affects"] == "result" and about.name not in (*TASK, *NAMED))
+"""What was tried to find the best, beside the learning rate: the settings that affect the result and do not tell tasks or runs apart.
+Precisions change it in its rounding alone."""
 LOSSES = ("train_loss", "test_loss")
-DEFAULTS: dict[str, Any] = {about.name: about.default for about in fields(Settings)} | PRESETS["paper"]
+OLD_DEFAULTS = DEFAULTS | PRESETS["paper"]
 """Of runs that do not say all their settings: they are from when the paper's were the defaults."""
 
 
@@ -65,8 +52,8 @@ def table1(results: Iterable[Result]) -> list[dict[str, Any]]:
     )
     for result in results:
         settings = result.settings | {name: getattr(result, name) for name in ("model", "schedule", "width", "gamma")}
-        task = json.dumps(_task(settings) | {"data": result.data}, sort_keys=True)
-        recipe = json.dumps({"lr": result.lr} | _recipe(settings))
+        task = json.dumps(_describe_task(settings) | {"data": result.data}, sort_keys=True)
+        recipe = json.dumps({"lr": result.lr} | _describe_recipe(settings))
         groups[result.name, result.depth, result.steps, task][recipe][result.seed].append(result)
     rows = []
     for (name, depth, steps, task), tried in sorted(groups.items()):
@@ -86,7 +73,7 @@ def table1(results: Iterable[Result]) -> list[dict[str, Any]]:
     return rows
 
 
-def table2(runs: Iterable[Trained]) -> list[dict[str, Any]]:
+def table2(runs: Iterable[RunRecord]) -> list[dict[str, Any]]:
     """The GLUE scores of finished runs, with the paper's."""
     rows = []
     for run in runs:
@@ -103,7 +90,7 @@ def table2(runs: Iterable[Trained]) -> list[dict[str, Any]]:
     return rows
 
 
-def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) -> list[dict[str, Any]]:
+def entropy_curves(runs: Iterable[RunRecord], layers: tuple[int, ...] = (1, 7)) -> list[dict[str, Any]]:
     """fig6: the entropy of some layers (counted from 1) against steps, for every run, finished or not.
 
     "recipe" is the same for runs that differ in their learning rate, steps and seed alone; "planned" are the steps it was to have, and
@@ -113,7 +100,7 @@ def entropy_curves(runs: Iterable[Trained], layers: tuple[int, ...] = (1, 7)) ->
     for run in runs:
         seen = [line for line in run.metrics if line["kind"] == "layers" and None not in line["entropy"]]
         settings = run.settings
-        recipe = json.dumps(_task(settings) | _recipe(settings) | {"depth": settings["depth"]})
+        recipe = json.dumps(_describe_task(settings) | _describe_recipe(settings) | {"depth": settings["depth"]})
         ended = bool(run.why) or run.result is not None
         curves += [
             {"name": run.kind, "recipe": recipe, "layer": layer, "diverged": bool(run.why), "planned": settings["steps"], "ended": ended}
@@ -134,22 +121,18 @@ def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def _task(settings: dict[str, Any]) -> dict[str, Any]:
-    """Beside depth, steps and text, what must be the same for two losses to be compared."""
-    given = DEFAULTS | settings
-    return {name: given[name] for name in ("width", "heads", "batch", "mask_share")} | {"hidden": given["hidden"] or 4 * given["width"]}
+def _describe_task(settings: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same for two losses to be compared, beside depth, steps and text."""
+    given = OLD_DEFAULTS | settings
+    task = {name: given[name] for name in TASK} | {"hidden": given["hidden"] or 4 * given["width"]}
+    # Claims have hashes of this text in their ids, and older ones are all of this objective.
+    return task if given["objective"] == "masked" else task | {"objective": given["objective"]}
 
 
-def _recipe(settings: dict[str, Any]) -> dict[str, Any]:
-    """What was chosen for a model, but its learning rate: what it makes use of, as it takes it.
-
-    A run from before a setting existed had what is its default now, or the paper's.
-    """
-    given, of_shaped = DEFAULTS | settings, settings["model"] == "shaped"
+def _describe_recipe(settings: dict[str, Any]) -> dict[str, Any]:
+    """What was chosen for a model, but its learning rate: the settings that it makes use of."""
+    given, model = OLD_DEFAULTS | settings, settings["model"]
     if given["gamma_feedforward"] is None:
         given["gamma_feedforward"] = given["gamma"]
-    unused = () if has_gains(settings["model"]) else OF_GAINS
-    unused += () if of_shaped else OF_SHAPING
-    unused += () if of_shaped and given["schedule"] == "recover" else OF_RECOVER
-    unused += () if of_shaped and given["schedule"] == "learn" else OF_LEARN
-    return {name: given[name] for name in CHOSEN if name not in unused}
+    parts = {"", *(("gains",) if has_gains(model) else ()), *(("shaping", given["schedule"]) if model == "shaped" else ())}
+    return {about.name: given[about.name] for about in CHOSEN if about.metadata["used_by"] in parts}

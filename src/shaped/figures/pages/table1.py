@@ -14,7 +14,7 @@ from shaped.figures.harness.claims import judge, student
 from shaped.figures.harness.page import NoData, Result
 from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared import runs
-from shaped.train.run_records import Trained
+from shaped.train.run_records import RunRecord
 from shaped.train.tables import table1
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def compute(settings: runs.Settings, simulator: Simulator) -> Result:
     )
 
 
-def collect_curves(found: list[Trained]) -> dict[str, np.ndarray]:
+def collect_curves(found: list[RunRecord]) -> dict[str, np.ndarray]:
     """The test losses of the runs with the most steps, finished or not."""
     longest = max(run.settings["steps"] for run in found)
     arrays = {}

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from shaped.figures.harness.page import NoData
-from shaped.train.run_records import Trained, trained
+from shaped.train import run_records
+from shaped.train.run_records import RunRecord
 
 NAMES = {"recover": "Recover", "learn": "Learn", "fixed": "Fixed", "preln": "Pre-LN", "postln": "Post-LN", "vanilla": "vanilla"}
 
@@ -28,14 +29,14 @@ class Settings:
 
 def hash_runs(places: tuple[Path, ...]) -> Settings:
     digest = hashlib.sha256()
-    for run in trained(places):
+    for run in run_records.read_runs(places):
         digest.update(json.dumps(asdict(run), sort_keys=True).encode())
     return Settings(tuple(map(str, places)), digest.hexdigest())
 
 
-def read_runs(settings: Settings, what: str, having: Callable[[Trained], Any]) -> list[Trained]:
+def read_runs(settings: Settings, what: str, having: Callable[[RunRecord], Any]) -> list[RunRecord]:
     """The runs for which `having` is true; NoData, which names `what`, if there is none."""
-    found = [run for run in trained([Path(run) for run in settings.runs]) if having(run)]
+    found = [run for run in run_records.read_runs([Path(run) for run in settings.runs]) if having(run)]
     if not found:
         raise NoData(f"runs must have {what}, got none in {', '.join(settings.runs) or 'no folder or file'}")
     return found

@@ -1,75 +1,51 @@
-"""Masked batches as functions of (seed, step) alone, so that a resumed run, two processes or another device see the same ones.
+"""Batches of masked language modelling.
 
-The order of the rows is a permutation for each epoch; masks come from a hash of (seed, step, row of the batch, place), a counter-based
-random generator. Every row has the same number of masked places, round(share·length): shapes never change, and the head is applied to
-these places alone.
+Masks come from a hash of (seed, step, row of the batch, place), a counter-based random generator. Every row has the same number of masked
+places, round(share·length): shapes never change, and the head is applied to these places alone.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shaped.checks import in_range, whole_number
-from shaped.train.data.prepare import Data
+from shaped.checks import in_range
+from shaped.train.data.batches import Batches, rows_on_device
+from shaped.train.data.prepared import Data
 
 GOLDEN = 0x9E3779B97F4A7C15
 PLACES, KINDS, WORDS = range(3)  # streams of random bits
 KEPT, RANDOM = 1, 1  # of ten masked tokens, one stays as it is and one becomes a random one; eight become [MASK]
 
 
-class Batches:
-    """Rows of an array, shuffled anew each epoch, masked for language modelling.
+class MaskedBatches(Batches):
+    """Rows of tokens, [rows, length], masked for language modelling. `share` of each row's tokens are masked, at least one.
 
-    Args:
-        rows: tokens, [rows, length].
-        batch: rows of a step, over all processes.
-        rank, world: this process takes the rank-th part of each batch.
+    The other arguments are those of `Batches`.
     """
 
-    def __init__(
-        self,
-        rows: np.ndarray,
-        *,
-        batch: int,
-        seed: int,
-        vocab: int,
-        special: dict[str, int],
-        share: float = 0.15,
-        rank: int = 0,
-        world: int = 1,
-        device: torch.device | str = "cpu",
-    ):
+    def __init__(self, rows: np.ndarray, *, vocab: int, special: dict[str, int], share: float = 0.15, **order: Any):
         in_range("share", share, 0.0, 1.0)
-        if len(rows) < whole_number("batch", batch):
-            raise ValueError(f"batch must be at most the number of rows, {len(rows)}, got {batch}")
-        if batch % world:
-            raise ValueError(f"batch must be a multiple of the number of processes, {world}, got {batch}")
-        self.batch, self.length, self.seed, self.vocab = batch, rows.shape[1], seed, vocab
+        super().__init__(len(rows), **order)
+        self.length, self.vocab = rows.shape[1], vocab
         self.mask, self.plain = special["[MASK]"], max(special.values()) + 1
         self.masked = max(1, round(share * self.length))
-        self.steps_an_epoch = len(rows) // batch  # the last rows of an epoch that fill no batch are left out, other ones each time
-        self.slots = torch.arange(rank * batch // world, (rank + 1) * batch // world, device=device)
-        # All rows live on the device: a step then needs nothing from the host. int32 since few operations take uint16.
-        self.rows = torch.from_numpy(np.asarray(rows).astype(np.int32)).to(device)
-        self._epoch: tuple[int, np.ndarray] | None = None
+        self.rows = rows_on_device(rows, self.device)
 
     @classmethod
-    def of(cls, data: Data, part: str, **how) -> Batches:
+    def of(cls, data: Data, part: str, **how: Any) -> MaskedBatches:
         return cls(data.rows(part), vocab=data.vocab, special=data.facts["special"], **how)
 
-    def numbers(self, step: int) -> np.ndarray:
-        """Which rows the batch of a step has, over all processes."""
-        epoch, place = divmod(step, self.steps_an_epoch)
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
-        return self._epoch[1][place * self.batch : (place + 1) * self.batch]
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.length, self.masked, self.batch
 
     def chunk(self, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The batches of `count` steps: masked tokens, [count, batch, length]; which places, and what was there, [count, batch, masked]."""
-        chosen = torch.from_numpy(np.stack([self.numbers(step) for step in range(first, first + count)])).to(self.rows.device)
-        tokens = self.rows[chosen[:, self.slots]].long()
+        """Masked tokens, [count, batch, length]; the masked places and the tokens that were there, [count, batch, masked]."""
+        tokens = self.rows[self.select(first, count)].long()
         steps = torch.arange(first, first + count, device=tokens.device)
         # The least random numbers win; tokens like [CLS] come last, and are masked only in a row that has too few others.
         keys = (self._bits(steps, PLACES) >> 1 & (1 << 62) - 1) | (tokens < self.plain).long() << 62

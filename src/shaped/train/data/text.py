@@ -15,10 +15,10 @@ Line = str | None
 """A paragraph, or None where a document ends."""
 
 LONGEST = 1 << 16
-"""Bytes of a paragraph, about: longer ones come in pieces, so that memory does not grow with a line."""
+"""Bytes of a paragraph, about: longer ones come in pieces, which bounds the memory."""
 
 UNPACKED, RATIO = 1 << 24, 200
-"""An archive that unpacks to more bytes than this, and to more than this many times its own, is refused: text is never packed so small."""
+"""An archive that unpacks to more than UNPACKED bytes and to more than RATIO times its size is refused: text never compresses so well."""
 
 PORTION = 1 << 10
 """Bytes of a .zst that are unpacked at a time. Each may become 32 KiB."""
@@ -27,7 +27,7 @@ FILES = (".txt", ".gz", ".zst", ".text", ".md", ".tsv", ".csv", ".json", ".jsonl
 
 
 def is_file(source: str) -> bool:
-    """A file, or the name of a dataset? What ends like a file but is not there is a mistake, not a dataset."""
+    """True for a file, False for the name of a dataset. A name that ends like a file must be one that exists."""
     if Path(source).is_file():
         return True
     if Path(source).exists():
@@ -38,7 +38,7 @@ def is_file(source: str) -> bool:
 
 
 def fingerprint(source: str) -> dict[str, Any]:
-    """What a source is known by: a file's size and hash, a dataset's name."""
+    """Identifies a source: a file by its size and hash, a dataset by its name."""
     if not is_file(source):
         return {"dataset": source}
     with open(source, "rb") as file:
@@ -89,7 +89,7 @@ def _file_lines(source: str, advance: Callable[[int], object]) -> Iterator[str]:
 
 
 class _Counted:
-    """Lines of a stream, or their parts of at most LONGEST bytes; the number of the line that the last one is of, and all their bytes."""
+    """Iterates over the lines of a stream, long ones in parts of at most LONGEST bytes. Counts lines (`number`) and bytes (`size`)."""
 
     def __init__(self, stream: IO[bytes]):
         self._stream, self.number, self.size, self._ended = stream, 0, 0, True
@@ -103,18 +103,18 @@ class _Counted:
 
 
 def _pieces(parts: Iterable[bytes]) -> Iterator[str]:
-    """Lines from parts that are lines or, but for the last of each line, LONGEST bytes of one; long lines in pieces, cut between words.
+    """Decodes lines. A line that comes in parts of LONGEST bytes is cut between words instead.
 
     The tokenizer splits at spaces anyway, so the tokens are those of the whole line. Only a word longer than a piece is cut itself.
     """
-    rest, given = b"", False  # what of the line is to come, and has any of its words been given?
+    rest, given = b"", False  # the rest of a part, after the cut; has any word of the line been yielded?
     for part in parts:
         ended = part.endswith(b"\n")
         part = rest + part
         place = len(part) if ended or len(part) < LONGEST else _cut(part)
         piece, rest = part[:place].decode(), part[place:]
         words = bool(piece.strip())
-        if words or (ended and not given):  # only a line that is blank as a whole ends a document
+        if words or (ended and not given):  # only a line that is blank from end to end ends a document
             yield piece
         given = not ended and (given or words)
     if rest.strip():
@@ -122,7 +122,7 @@ def _pieces(parts: Iterable[bytes]) -> Iterator[str]:
 
 
 def _cut(part: bytes) -> int:
-    """Where its last word begins; without any space, its last character, which may not be whole."""
+    """The place to cut: where the last word begins; without any space, the start of the last UTF-8 character, which may be incomplete."""
     space = max(part.rfind(b" "), part.rfind(b"\t"))
     if space >= 0:
         return space + 1
@@ -142,7 +142,7 @@ def _decompressed(raw: IO[bytes], source: str) -> Any:
 
 
 class _Zst(io.RawIOBase):
-    """A .zst file as a stream. zstandard's own ends without a word where a file is cut off; this one raises EOFError."""
+    """A .zst file as a stream. It raises EOFError for a truncated file, which zstandard's own stream ends silently."""
 
     def __init__(self, raw: IO[bytes], decompressor: Any):
         self._raw, self._decompressor, self._frame, self._left = raw, decompressor, None, b""

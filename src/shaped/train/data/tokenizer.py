@@ -19,17 +19,17 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return Tokenizer.from_str(read_text(folder / "tokenizer.json"))
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{folder} must be a tokenizer, got what cannot be read: {error}") from None
 
 
-def hashes_of(folder: Path) -> dict[str, str]:
-    """Of its files. What else someone's tools put there, such as folders, is no part of a tokenizer."""
+def hash_files(folder: Path) -> dict[str, str]:
+    """Hashes of the files in a folder, by name. Subfolders, which other tools may have put there, are ignored."""
     return {path.name: sha256(path) for path in sorted(folder.iterdir()) if path.is_file()}
 
 
-def changed(folder: Path, hashes: dict[str, str]) -> str:
-    """The first of these files that does not have its hash, and how; nothing if all have. Other files are not looked at."""
+def find_change(folder: Path, hashes: dict[str, str]) -> str:
+    """The first of these files that is missing or has another hash, in words; empty if there is none. Other files are ignored."""
     for name, written in hashes.items():
         try:
             if sha256(folder / name) != written:
@@ -39,12 +39,12 @@ def changed(folder: Path, hashes: dict[str, str]) -> str:
     return ""
 
 
-def fault_of(folder: Path, hashes: dict[str, str], vocab: int) -> str:
-    """What is wrong with the tokenizer in a folder, by the hashes of its files; where there are none, by the size of its vocabulary."""
+def find_fault(folder: Path, hashes: dict[str, str], vocab: int) -> str:
+    """What is wrong with the tokenizer in a folder, in words; empty if none. Without hashes, only the vocabulary's size is checked."""
     try:
         if not folder.exists():
             return "none"
-        if fault := changed(folder, hashes):
+        if fault := find_change(folder, hashes):
             return fault
         size = load_tokenizer(folder).get_vocab_size()
         return f"one of {size} entries, not of {vocab}" if size != vocab else ""
@@ -53,32 +53,32 @@ def fault_of(folder: Path, hashes: dict[str, str], vocab: int) -> str:
 
 
 def make_tokenizer(folder: Path, text: Callable[[], Iterator[str]], vocab: int, length: int, cased: bool) -> None:
-    """Trains a WordPiece tokenizer on the text and writes it in the Hugging Face format, in place of what is there."""
+    """Trains a WordPiece tokenizer on the text and writes it in the Hugging Face format. An old one in the folder is replaced."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    def cutting(model: Any) -> Any:
+    def build_tokenizer(model: Any) -> Any:
         made: Any = Tokenizer(model)
         made.normalizer = normalizers.BertNormalizer(lowercase=not cased, strip_accents=not cased)
         made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         made.decoder = decoders.WordPiece()
         return made
 
-    def entries(size: int, first: list[str]) -> dict[str, int]:
-        """A vocabulary of so many entries, these before all others."""
-        made = cutting(models.WordPiece(unk_token=UNKNOWN))
+    def train_vocabulary(size: int, first: list[str]) -> dict[str, int]:
+        """A vocabulary of `size` entries that begins with `first`."""
+        made = build_tokenizer(models.WordPiece(unk_token=UNKNOWN))
         made.train_from_iterator(text(), trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False))
         return made.get_vocab()
 
-    # The trainer numbers characters inside of words as it meets them in a table that is ordered anew in every process, and between
-    # equally frequent pairs the numbers decide. So they are looked for first, and given in order.
-    characters = entries(len(SPECIAL), list(SPECIAL))
+    # Deterministic in spite of the trainer, which numbers the characters inside words in the order of a hash table that differs from
+    # process to process, and breaks ties between pairs by these numbers. A first pass finds the characters; the second gets them sorted.
+    characters = train_vocabulary(len(SPECIAL), list(SPECIAL))
     if len(characters) == len(SPECIAL):
         raise ValueError("text must have words to make a vocabulary from, got none")
     if len(characters) > vocab:
         raise ValueError(f"vocab must have room for the text's characters, at least {len(characters)}, got {vocab}")
     inside = sorted(entry for entry in characters if entry.startswith("##"))
-    tokenizer = cutting(models.WordPiece(vocab=entries(vocab, [*SPECIAL, *inside]), unk_token=UNKNOWN))
+    tokenizer = build_tokenizer(models.WordPiece(vocab=train_vocabulary(vocab, [*SPECIAL, *inside]), unk_token=UNKNOWN))
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{FIRST} $A {END}", pair=f"{FIRST} $A {END} $B:1 {END}:1", special_tokens=[(FIRST, 2), (END, 3)]

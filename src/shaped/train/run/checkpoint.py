@@ -26,7 +26,7 @@ def save(folder: Path, step: int, state: dict[str, Tensor], about: dict[str, Any
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        with tensors_in(unfinished):
+        with writing_tensors(unfinished):
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, unfinished / TENSORS)
         with open(unfinished / TENSORS, "rb") as file:
             os.fsync(file.fileno())
@@ -36,14 +36,16 @@ def save(folder: Path, step: int, state: dict[str, Tensor], about: dict[str, Any
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    later = [path for path in found(folder) if _step(path) > step]  # damaged, or of a future that will be made again
-    for old in found(folder)[: -keep - len(later)] + later:
+    later = [
+        path for path in list_checkpoints(folder) if _parse_step(path) > step
+    ]  # damaged, or from beyond the step that the run was resumed at
+    for old in list_checkpoints(folder)[: -keep - len(later)] + later:
         remove(old)
     return final
 
 
 def _make_room(path: Path) -> None:
-    """For a checkpoint of this name: one that was damaged or is made again goes; what is no checkpoint is moved aside."""
+    """Frees the name of a checkpoint: removes a folder, which is damaged or about to be replaced; moves anything else aside."""
     if path.is_dir():
         remove(path)
     elif path.is_symlink() or path.exists():
@@ -51,8 +53,8 @@ def _make_room(path: Path) -> None:
 
 
 @contextmanager
-def tensors_in(folder: Path) -> Iterator[None]:
-    """For what writes .safetensors there: these become readable like other files, and a full disk is an OSError that names the folder."""
+def writing_tensors(folder: Path) -> Iterator[None]:
+    """Around code that writes .safetensors: they get the usual file mode, and a full disk is an OSError that names the folder."""
     from safetensors import SafetensorError
 
     try:
@@ -63,41 +65,41 @@ def tensors_in(folder: Path) -> Iterator[None]:
         usual_mode(path)
 
 
-def found(folder: Path) -> list[Path]:
-    """All checkpoints, the oldest first: folders named as `save` names them. What else is there is not ours."""
-    ours = [path for path in folder.glob("step-*") if _step(path) >= 0 and path.is_dir()]
-    return sorted(ours, key=_step)
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints, the oldest first: folders named as `save` names them. Others are ignored."""
+    ours = [path for path in folder.glob("step-*") if _parse_step(path) >= 0 and path.is_dir()]
+    return sorted(ours, key=_parse_step)
 
 
-def _step(path: Path) -> int:
-    """That a checkpoint's name says; -1 if it is not the name of one."""
+def _parse_step(path: Path) -> int:
+    """The step in a checkpoint's name; -1 if it is not the name of one."""
     digits = re.fullmatch(r"step-([0-9]{8,19})", path.name)
     step = int(digits[1]) if digits else -1
     return step if path.name == f"step-{step:08d}" else -1
 
 
-def latest(folder: Path, say: Callable[[str], None], **kinds: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The newest checkpoint that is whole; those that are not are named and passed by. None if there is none at all.
+def read_latest(folder: Path, log: Callable[[str], object], **kinds: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The newest checkpoint that is intact. Damaged ones are logged and skipped. None if there is no checkpoint.
 
-    `kinds` are the types of what its description must have.
+    `kinds` are the types of the entries that its description must have.
     """
     for path in sorted(folder.glob("step-*")):
-        if _step(path) >= 0 and not path.is_dir():
-            say(f"{path} is not a folder, so it is no checkpoint: left alone")
-    every = found(folder)
+        if _parse_step(path) >= 0 and not path.is_dir():
+            log(f"{path} is not a folder, so it is no checkpoint: left alone")
+    every = list_checkpoints(folder)
     for path in reversed(every):
         try:
             return read(path, **kinds)
         except ValueError as error:
-            say(f"{error}: the one before it is used")
+            log(f"{error}: the one before it is used")
     if every:
         raise ValueError(f"checkpoints must have at least one that is whole, got none in {folder}: delete it to begin anew")
     return None
 
 
-def metrics_by(folder: Path) -> tuple[int, int]:
-    """The step of the newest checkpoint that can be described, and how many lines the metrics had by then; older ones do not say it."""
-    for path in reversed(found(folder)):
+def count_metrics(folder: Path) -> tuple[int, int]:
+    """The step of the newest readable checkpoint and the number of metrics lines by then; zeros if none says it, as older ones."""
+    for path in reversed(list_checkpoints(folder)):
         with suppress(OSError, ValueError):
             about = read_json(path / ABOUT, step=int, metrics=int)
             return about["step"], about["metrics"]
@@ -110,8 +112,8 @@ def read(path: Path, **kinds: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     try:
         about = read_json(path / ABOUT, step=int, sha256=str, **kinds)
-        if about["step"] != _step(path):
-            raise ValueError(f"{ABOUT} must have the step {_step(path)}, got {about['step']}")
+        if about["step"] != _parse_step(path):
+            raise ValueError(f"{ABOUT} must have the step {_parse_step(path)}, got {about['step']}")
         if sha256(path / TENSORS) != about["sha256"]:
             raise ValueError(f"{TENSORS} is not what was written")
         return load_file(path / TENSORS), about

@@ -1,41 +1,38 @@
-"""A run's folder: whose it is, and what is left in it."""
+"""A run's folder: which run it belongs to, and whether its files are intact."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shaped.files import read_json, read_text, sha256, write_atomically
 from shaped.train.run import checkpoint
 from shaped.train.run.result import read_result
-from shaped.train.run.settings import Settings
+from shaped.train.run.settings import DEFAULTS, Settings
 
 HISTORY = ("settings.toml", "metrics.jsonl")  # what a run leaves beside its model
 SEAL = "# sha256 of the lines below: "
 
-WATCHING = ("out", "data", "minutes", "keep", "tensorboard", "log_every", "evaluate_every", "observe_every", "checkpoint_every")
-WATCHING += ("test_rows", "save_model")  # settings that change nothing of what is computed
-FREE = (*WATCHING, "device", "compile", "graph", "attention")  # what may change when a run goes on
-LEFT = ("settings.toml", "metrics.jsonl", "checkpoints", "tensorboard", "diverged.json")  # what a run that diverged leaves
+LEFT = ("settings.toml", "metrics.jsonl", "checkpoints", "tensorboard", "diverged.json")  # what a diverged run leaves
 
 
-def computed(settings: Settings) -> dict[str, Any]:
-    """The settings that what is computed depends on."""
-    return {name: value for name, value in asdict(settings).items() if name not in WATCHING}
+def record_settings(settings: Settings) -> dict[str, Any]:
+    """The settings by which a diverged run is known: those that affect what is computed, be it in its rounding alone."""
+    return settings.affecting("result", "speed")
 
 
-def why_diverged(settings: Settings) -> str:
-    """What was said when the run in this folder diverged with these very settings; nothing if it did not."""
+def read_divergence(settings: Settings) -> str:
+    """Why the run in this folder diverged with the same settings; empty if it did not."""
     path = settings.out / "diverged.json"
     if (settings.out / "result.json").exists() or not path.exists():
         return ""
     about = read_json(path, why=str, settings=dict)
-    before = {"activation": "relu"} | about["settings"]  # a run from before there were others does not say it
-    return about["why"] if before == computed(settings) else ""
+    wanted = record_settings(settings)
+    before = {name: DEFAULTS[name] for name in wanted} | about["settings"]  # older ones lack newer settings, which had their default then
+    return about["why"] if before == wanted else ""
 
 
 def write_settings(settings: Settings) -> None:
@@ -57,25 +54,24 @@ def read_settings(folder: Path) -> Settings:
     return Settings.from_toml(path)
 
 
-def claim(settings: Settings) -> None:
-    """Is the folder free, or that of a run with the same settings? One that diverged makes room for one with others."""
+def claim_folder(settings: Settings) -> None:
+    """Refuses a folder that holds a run with other settings. What a diverged run left there is archived to make room."""
     if not (settings.out / "settings.toml").exists() or not has_begun(settings.out):
         return
     before = read_settings(settings.out)
-    if differing(before, settings) and (settings.out / "diverged.json").exists():
-        set_aside(settings.out)
+    if find_differences(before, settings) and (settings.out / "diverged.json").exists():
+        archive_diverged_run(settings.out)
     else:
-        refuse_other(before, settings)
+        refuse_other_settings(before, settings)
 
 
-def differing(before: Settings, now: Settings) -> list[str]:
-    """The settings that may not change when a run goes on, and did."""
-    values, others = asdict(before), asdict(now)
-    return [name for name in others if name not in FREE and values[name] != others[name]]
+def find_differences(before: Settings, now: Settings) -> list[str]:
+    """The names of settings that must not change when a run goes on, but did."""
+    return [name for name, value in now.affecting("result").items() if getattr(before, name) != value]
 
 
-def refuse_other(before: Settings, now: Settings) -> None:
-    for name in differing(before, now)[:1]:
+def refuse_other_settings(before: Settings, now: Settings) -> None:
+    for name in find_differences(before, now)[:1]:
         raise ValueError(
             f"{name} must be {getattr(before, name)}, as in the run that {now.out} holds, got {getattr(now, name)}: "
             "another out, or delete that folder"
@@ -83,7 +79,7 @@ def refuse_other(before: Settings, now: Settings) -> None:
 
 
 def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Are the files of a finished run what it wrote? Those that are wanted, of those that its result has hashes of."""
+    """Compares the files of a finished run with the hashes in its result; only those whose names are `wanted`."""
     for name, written in read_result(folder / "result.json")[1].items():
         if not wanted(name):
             continue
@@ -100,14 +96,14 @@ MEND = "without result.json the same `shaped pretrain` makes it again from the l
 
 
 def has_begun(out: Path) -> bool:
-    """Has a run left anything here but its settings? One that failed before its first step has not, and is no reason to refuse another."""
+    """Has a run left more here than its settings? One that failed before its first step has not, and blocks no other."""
     metrics = out / "metrics.jsonl"
-    kept = bool(checkpoint.found(out / "checkpoints")) or (out / "diverged.json").exists()
+    kept = bool(checkpoint.list_checkpoints(out / "checkpoints")) or (out / "diverged.json").exists()
     return kept or (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def set_aside(out: Path) -> None:
-    """Moves what a run that diverged left into a folder of its own."""
+def archive_diverged_run(out: Path) -> None:
+    """Moves what a diverged run left into a new subfolder, diverged-1, -2 and so on."""
     place = next(path for number in itertools.count(1) if not (path := out / f"diverged-{number}").exists())
     place.mkdir()
     for name in LEFT:  # diverged.json, which says that this may be done, last
@@ -115,7 +111,7 @@ def set_aside(out: Path) -> None:
             (out / name).rename(place / name)
 
 
-def run_folder(path: Path) -> Path:
+def check_run_folder(path: Path) -> Path:
     """A finished run with its model, or an error that says what is missing."""
     for name in ("result.json", "config.json"):
         if not (path / name).exists():

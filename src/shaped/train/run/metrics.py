@@ -12,30 +12,30 @@ from typing import Any
 from shaped.files import entries, parse_json, read_text, write_atomically
 
 LINES: dict[str, dict[str, Any]] = {"train": {"loss": float, "count": int}, "test": {"loss": float}, "layers": {"entropy": list}}
-"""The kinds of lines, and what the tables and figures read of each."""
+"""The kinds of lines, and the entries of each that tables and figures read."""
 
 
 class Metrics:
-    """Appends to a run's metrics. What a killed run wrote after the step that is resumed from is dropped: those steps come again.
+    """Appends to a run's metrics. Lines after `step`, where the run is resumed, are dropped: those steps are computed again.
 
     `expected` is how many lines there were when the checkpoint of that step was written.
     """
 
-    def __init__(self, folder: Path, step: int, tensorboard: bool, say: Callable[[str], None], expected: int = 0):
+    def __init__(self, folder: Path, step: int, tensorboard: bool, log: Callable[[str], object], expected: int = 0):
         self.path = folder / "metrics.jsonl"
-        lines, wrong = _lines(self.path)
+        lines, wrong = _read_lines(self.path)
         kept = [line for line in lines if line["step"] <= step]
         if wrong:
-            say(f"{self.path} has {len(wrong)} {'line' if len(wrong) == 1 else 'lines'} that cannot be read: left out")
+            log(f"{self.path} has {len(wrong)} {'line' if len(wrong) == 1 else 'lines'} that cannot be read: left out")
         elif len(kept) < expected:
-            say(f"{self.path} has {len(kept)} of the {expected} lines that were written up to step {step}: the others are lost")
+            log(f"{self.path} has {len(kept)} of the {expected} lines that were written up to step {step}: the others are lost")
         self.count = len(kept)
-        write_atomically(self.path, lambda file: file.write("".join(_sealed(line) for line in kept).encode()))
-        self._writer = _writer(folder / "tensorboard", step, say) if tensorboard else None
+        write_atomically(self.path, lambda file: file.write("".join(_seal(line) for line in kept).encode()))
+        self._writer = _open_writer(folder / "tensorboard", step, log) if tensorboard else None
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(_sealed({"step": step, "kind": kind} | _plain(values)))
+            file.write(_seal({"step": step, "kind": kind} | _replace_nan(values)))
         self.count += 1
         if self._writer is not None:
             for name, value in values.items():
@@ -48,16 +48,16 @@ class Metrics:
             self._writer.close()
 
 
-def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, of one kind if it is given; a ValueError if one of them is none."""
-    lines, wrong = _lines(path)
+def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, of one kind if it is given. A line that cannot be read is a ValueError."""
+    lines, wrong = _read_lines(path)
     for number, why in wrong.items():
         raise ValueError(f"{path} must have a measurement in each line, got line {number}: {why}")
     return [line for line in lines if kind in (None, line["kind"])]
 
 
-def _lines(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """The lines that are some, and what is wrong with the others, by their numbers."""
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The lines that can be read, and what is wrong with the others, by line number."""
     try:
         content = read_text(path, errors="replace")
     except FileNotFoundError:
@@ -65,14 +65,14 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
     lines, wrong = [], {}
     for number, text in enumerate(content.removesuffix("\n").split("\n") if content else (), 1):
         try:
-            lines.append(_line(text))
+            lines.append(_parse_line(text))
         except ValueError as error:
             wrong[number] = str(error)
     return lines, wrong
 
 
-def _line(text: str) -> dict[str, Any]:
-    """One line, whose checksum is no part of it. Lines from before there were checksums are read as they are."""
+def _parse_line(text: str) -> dict[str, Any]:
+    """One line, checked and without its checksum. Older lines have no checksum."""
     line = entries("it", parse_json("it", text), step=int, kind=str)
     if CHECKSUM in line and line.pop(CHECKSUM) != _checksum(line):
         raise ValueError("its checksum is another")
@@ -94,23 +94,23 @@ def _checksum(line: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(line).encode()):08x}"
 
 
-def _sealed(line: dict[str, Any]) -> str:
+def _seal(line: dict[str, Any]) -> str:
     return json.dumps(line | {CHECKSUM: _checksum(line)}) + "\n"
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN."""
+def _replace_nan(value: Any) -> Any:
+    """None for numbers that are not finite, which JSON does not have."""
     if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: _replace_nan(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_plain(entry) for entry in value]
+        return [_replace_nan(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _writer(folder: Path, step: int, say: Callable[[str], None]) -> Any:
+def _open_writer(folder: Path, step: int, log: Callable[[str], object]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        say("no TensorBoard files: tensorboard is not installed (pip install 'shaped-transformer[train]')")
+        log("no TensorBoard files: tensorboard is not installed (pip install 'shaped-transformer[train]')")
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)

@@ -10,10 +10,11 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from shaped.files import entries, read_json
+from shaped.files import entries, read_json, sha256, write_sealed
 from shaped.train.run.settings import PRESETS, Settings
 
-MAIN = ("model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed")  # settings that a result says beside the others
+LAST = 500  # steps over which the training loss of a result is averaged
+MAIN = ("model", "schedule", "depth", "width", "steps", "lr", "gamma", "seed")  # settings that a result repeats outside of `settings`
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Result:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Result:
-        """From what `to_dict` made, also before there were the last entries; or an error that says what is wrong with it."""
+        """From what `to_dict` made; older rows lack the last entries. An error says what is wrong with a row."""
         kinds = {name: typing.get_origin(kind) or kind for name, kind in typing.get_type_hints(cls).items()}
         if other := sorted(row.keys() - kinds.keys()):
             raise ValueError(f"it has {', '.join(other)}, which no result has")
@@ -60,7 +61,30 @@ class Result:
 
     @property
     def name(self) -> str:
-        return kind_of(self.model, self.schedule)
+        return name_kind(self.model, self.schedule)
+
+
+def make_result(settings: Settings, lines: list[dict[str, Any]], **about: Any) -> Result:
+    """The result of a run from its settings and the lines of its metrics. `about` are the entries data, device and seconds."""
+    test = [line for line in lines if line["kind"] == "test" and line["step"] == settings.steps]
+    train = [line for line in lines if line["kind"] == "train"]
+    if not test or not train:
+        raise ValueError(f"metrics must have the losses of the last step, got none in {settings.out}: delete it to begin anew")
+    last = [line for line in train if line["step"] > settings.steps - LAST] or train[-1:]
+    return Result(
+        **{name: getattr(settings, name) for name in MAIN},
+        train_loss=sum(line["loss"] * line["count"] for line in last) / sum(line["count"] for line in last),
+        test_loss=test[-1]["loss"],
+        command=write_command(settings),
+        commit=commit(),
+        settings=settings.record(),
+        **about,
+    )
+
+
+def write_result(result: Result, out: Path, files: list[str]) -> None:
+    """Writes result.json, with the hashes of the files that the run wrote before it."""
+    write_sealed(out / "result.json", result.to_dict() | {"files": {name: sha256(out / name) for name in files}})
 
 
 def read_result(path: Path) -> tuple[Result, dict[str, str]]:
@@ -75,12 +99,12 @@ def read_result(path: Path) -> tuple[Result, dict[str, str]]:
 
 
 def check_settings(given: dict[str, Any]) -> None:
-    """Could a run have had these? The paper's stand for those that a run from before they existed does not say."""
+    """Refuses settings that no run can have had. Settings that did not exist yet get the values of the preset "paper"."""
     Settings.of({"data": "-", "out": "-"} | PRESETS["paper"] | given)
 
 
 def check_scores(name: str, scores: Any) -> dict[str, Any]:
-    """What `shaped glue` says of a task; a ValueError of one line if it is something else."""
+    """Refuses what is not the summary that `shaped glue` writes for a task."""
     entries(name, scores, task=str, score=str, seeds=list)
     entries(name, scores, **{scores["score"]: dict})
     measured = entries(f"{scores['score']} of {name}", scores[scores["score"]], mean=float)
@@ -91,13 +115,13 @@ def check_scores(name: str, scores: Any) -> dict[str, Any]:
     return scores
 
 
-def kind_of(model: str, schedule: str) -> str:
+def name_kind(model: str, schedule: str) -> str:
     """What the paper's tables call a run: the schedule, or the kind of block of a baseline."""
     return schedule if model == "shaped" else model
 
 
 def commit() -> str:
-    """What SHAPED_COMMIT says, for code that came without its history, or else the checkout's."""
+    """The commit of the code: SHAPED_COMMIT, for code without its history, or that of the checkout."""
     if stated := os.environ.get("SHAPED_COMMIT"):
         return stated
     try:
@@ -107,8 +131,8 @@ def commit() -> str:
         return "unknown"
 
 
-def command_line(settings: Settings) -> str:
-    """The command that makes this run: what differs from the defaults. Folders by their last name."""
+def write_command(settings: Settings) -> str:
+    """The command that makes this run, with the options that differ from the defaults. Of folders, only the last name."""
     words = ["shaped", "pretrain"]
     for about in fields(settings):
         value = getattr(settings, about.name)

@@ -1,140 +1,167 @@
-"""What a training run is made of: one typed class, which is also the command line's options and the TOML file's keys."""
+"""The settings of a pre-training run: one typed class, which is also the command line's options and the TOML file's keys."""
 
 from __future__ import annotations
 
 import json
 import re
 import tomllib
-import types
 import typing
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from shaped.checks import finite, in_range, positive, whole_number
 from shaped.files import read_text
 from shaped.nn.activations import ACTIVATIONS
+from shaped.nn.blocks import BLOCKS
+from shaped.nn.schedules import SCHEDULES
+from shaped.train.run.options import check, describe, option
+from shaped.train.step.attention_backends import CHOICES as ATTENTION
+from shaped.train.step.learning_rates import DECAYS, compute_learning_rate
+from shaped.train.step.objectives import OBJECTIVES
+from shaped.train.step.optimisers import OPTIMISERS
 
-FLOAT32 = float(torch.finfo(torch.float32).max)
 WIDEST, DEEPEST = 1 << 20, 4096  # with more, tensors have more entries than memory has addresses, and a model takes hours to build
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    least: int | None = None,
-    most: int = (1 << 63) - 1,  # more fits into no tensor
-    low: float | None = None,
-) -> Any:
-    """A field with its explanation and what it may be: one of `choices`, a whole number in [least, most], a number from `low` on."""
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most, "low": low})
-
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0}
 }
-"""Settings by one name. They stand before the defaults and behind every setting that is given."""
+"""Settings by one name. They override the defaults; settings that are given override them."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """A pre-training run. The defaults are the recipe that trained best so far; the preset "paper" has the paper's."""
 
-    data: Path = option(MISSING, "Folder made by `shaped data prepare`.")
-    out: Path = option(MISSING, "Folder of the run; if it holds one that was interrupted, that goes on.")
+    data: Path = option(MISSING, "Folder made by `shaped data prepare`.", topic="data", affects="place")
+    out: Path = option(MISSING, "Folder of the run; if it holds one that was interrupted, that goes on.", topic="data", affects="place")
+    objective: str = option("masked", f"What is trained. {describe(OBJECTIVES)}", topic="data", choices=tuple(OBJECTIVES))
+    batch: int = option(32, "Rows of a step, over all processes.", topic="data", least=1)
+    mask_share: float = option(
+        0.15, "Share of the tokens that are masked; the same number in every row, at least one.", topic="data", low=0.0, high=1.0
+    )
 
-    model: str = option("shaped", "Blocks.", choices=("shaped", "preln", "postln", "vanilla"))
-    schedule: str = option("recover", "What becomes of the shaping.", choices=("fixed", "learn", "recover"))
-    recover_steps: int = option(1000, "Recover: steps in which the shaping goes to 0.", least=1)
-    depth: int = option(18, "Blocks d.", least=1, most=DEEPEST)
-    width: int = option(768, "Width n.", least=1, most=WIDEST)
-    heads: int = option(8, "Attention heads; they must divide the width.", least=1, most=WIDEST)
-    hidden: int | None = option(None, "Width inside the feed-forward layers; 4 times the width by default.", least=1, most=4 * WIDEST)
-    gamma: float = option(0.1, "Where the gains of the residual branches start.", low=0.0)
-    gamma_feedforward: float | None = option(None, "Where those of the feed-forward branches start, if not at gamma.", low=0.0)
-    tau0: float = option(0.01, "Temperature, times sqrt(n n_k): width^-1/2 is the usual one, less is sharper at the start.", low=1e-6)
-    c_minus: float = option(-1.0, "Shaped ReLU: the negative slope starts at 1 + c_minus/sqrt(n).")
-    activation: str = option("relu", "Activation of the feed-forward layers.", choices=tuple(ACTIVATIONS))
-    train_gains: bool = option(True, "Train lambda and gamma.")
-    embedding_norm: bool = option(False, "LayerNorm on the embedding.")
-    embedding_std: float | None = option(None, "Start of the embedding tables; by default tokens + positions have variance 1.", low=0.0)
-    head_std: float | None = option(None, "Start of the output matrix; width^-1/2 by default.", low=0.0)
-    tied: bool = option(False, "The output matrix is the tokens' embedding, times a constant by which it starts at head_std.")
+    model: str = option("shaped", f"Kind of block. {describe(BLOCKS)}", topic="model", choices=tuple(BLOCKS))
+    schedule: str = option(
+        "recover", f"How the shaping changes in training. {describe(SCHEDULES)}", topic="model", choices=tuple(SCHEDULES)
+    )
+    recover_steps: int = option(1000, "Recover: steps in which the shaping goes to 0.", topic="model", used_by="recover", least=1)
+    depth: int = option(18, "Depth d, the number of blocks.", topic="model", least=1, most=DEEPEST)
+    width: int = option(768, "Width n.", topic="model", least=1, most=WIDEST)
+    heads: int = option(8, "Attention heads; they must divide the width.", topic="model", least=1, most=WIDEST)
+    hidden: int | None = option(
+        None, "Width inside the feed-forward layers; 4 times the width by default.", topic="model", least=1, most=4 * WIDEST
+    )
+    gamma: float = option(0.1, "Where the gains of the residual branches start.", topic="model", used_by="gains", low=0.0, high=1.0)
+    gamma_feedforward: float | None = option(
+        None, "Where the gains of the feed-forward branches start, if not at gamma.", topic="model", used_by="gains", low=0.0, high=1.0
+    )
+    tau0: float = option(
+        0.01, "Temperature, times sqrt(n n_k): width^-1/2 is the usual one, less is sharper at the start.",
+        topic="model", used_by="shaping", low=1e-6,
+    )  # fmt: skip
+    c_minus: float = option(-1.0, "Shaped ReLU: the negative slope starts at 1 + c_minus/sqrt(n).", topic="model", used_by="shaping")
+    activation: str = option("relu", "Activation of the feed-forward layers.", topic="model", choices=tuple(ACTIVATIONS))
+    train_gains: bool = option(True, "Train lambda and gamma.", topic="model", used_by="gains")
+    embedding_norm: bool = option(False, "LayerNorm on the embedding.", topic="model")
+    embedding_std: float | None = option(
+        None, "Start of the embedding tables; by default tokens + positions have variance 1.", topic="model", low=0.0, high=1e3
+    )
+    head_std: float | None = option(None, "Start of the output matrix; width^-1/2 by default.", topic="model", low=0.0, high=1e3)
+    tied: bool = option(
+        False, "The output matrix is the tokens' embedding, times a constant by which it starts at head_std.", topic="model"
+    )
 
-    steps: int = option(20_000, "Steps.", least=1)
-    batch: int = option(32, "Rows of a step, over all processes.", least=1)
-    mask_share: float = option(0.15, "Share of the tokens that are masked; the same number in every row, at least one.", low=0.0)
-    lr: float = option(5e-4, "Learning rate, reached after the warm-up.", low=0.0)
-    warmup: int = option(1000, "Steps in which the learning rate grows linearly.", least=0)
-    decay: str = option("linear", "After the warm-up: constant, or linearly to 0 at the last step.", choices=("none", "linear"))
-    gain_lr: float = option(1.0, "Learning rate of the residual branches' lambda and gamma, times lr.", low=0.0)
-    shaping_lr: float = option(1.0, "Learn: learning rate of gamma1, gamma2 and the negative slopes, times lr.", low=0.0)
-    embedding_lr: float = option(10.0, "Learning rate of the embedding tables, times lr.", low=0.0)
-    head_lr: float = option(1.0, "Learning rate of the output matrix, times lr; a tied one has the embedding's.", low=0.0)
-    clip: float = option(0.0, "Largest norm of the gradient; 0 for no clipping.", low=0.0)
-    seed: int = option(0, "Seed of the weights, the order of the rows and the masks.", least=0)
+    steps: int = option(20_000, "Steps of the optimiser.", topic="optimisation", least=1)
+    optimiser: str = option("adam", f"Optimiser. {describe(OPTIMISERS)}", topic="optimisation", choices=tuple(OPTIMISERS))
+    lr: float = option(5e-4, "Learning rate, reached after the warm-up.", topic="optimisation", low=0.0)
+    warmup: int = option(1000, "Steps in which the learning rate grows linearly.", topic="optimisation", least=0)
+    decay: str = option("linear", f"Learning rate after the warm-up. {describe(DECAYS)}", topic="optimisation", choices=tuple(DECAYS))
+    gain_lr: float = option(
+        1.0, "Learning rate of the residual branches' lambda and gamma, times lr.", topic="optimisation", used_by="gains", low=0.0
+    )
+    shaping_lr: float = option(
+        1.0, "Learn: learning rate of gamma1, gamma2 and the negative slopes, times lr.", topic="optimisation", used_by="learn", low=0.0
+    )
+    embedding_lr: float = option(10.0, "Learning rate of the embedding tables, times lr.", topic="optimisation", low=0.0)
+    head_lr: float = option(
+        1.0, "Learning rate of the output matrix, times lr; a tied one has the embedding's.", topic="optimisation", low=0.0
+    )
+    clip: float = option(0.0, "Largest norm of the gradient; 0 for no clipping.", topic="optimisation", low=0.0)
+    seed: int = option(0, "Seed of the weights, the order of the rows and the masks.", topic="optimisation", least=0)
 
-    device: str = option("auto", "cpu, cuda, or auto: cuda where there is one.", choices=("auto", "cpu", "cuda"))
-    precision: str = option("auto", "float32, bf16, or auto: bf16 on a GPU.", choices=("auto", "float32", "bf16"))
-    stream: str = option("bf16", "Tokens between the blocks: float32, or bf16 where the rest is.", choices=("float32", "bf16"))
-    compile: str = option("auto", "Compile each block (quick to start), the whole model, or nothing; auto: blocks on a GPU.",
-                          choices=("auto", "off", "blocks", "whole"))  # fmt: skip
-    graph: str = option("auto", "The whole step as one CUDA graph; auto: on a single GPU.", choices=("auto", "on", "off"))
-    attention: str = option("auto", "Kernel of the attention on a GPU.", choices=("auto", "flash", "cudnn", "efficient", "math"))
+    device: str = option(
+        "auto", "cpu, cuda, or auto: cuda where there is one.", topic="hardware", affects="speed", choices=("auto", "cpu", "cuda")
+    )
+    precision: str = option("auto", "float32, bf16, or auto: bf16 on a GPU.", topic="hardware", choices=("auto", "float32", "bf16"))
+    stream: str = option(
+        "bf16", "Tokens between the blocks: float32, or bf16 where the rest is.", topic="hardware", choices=("float32", "bf16")
+    )
+    compile: str = option(
+        "auto", "Compile each block (quick to start), the whole model, or nothing; auto: blocks on a GPU.",
+        topic="hardware", affects="speed", choices=("auto", "off", "blocks", "whole"),
+    )  # fmt: skip
+    graph: str = option(
+        "auto", "The whole step as one CUDA graph; auto: on a single GPU.", topic="hardware", affects="speed", choices=("auto", "on", "off")
+    )
+    attention: str = option("auto", "Kernel of the attention on a GPU.", topic="hardware", affects="speed", choices=ATTENTION)
 
-    log_every: int = option(50, "Steps between lines of metrics.jsonl.", least=1)
-    evaluate_every: int = option(1000, "Steps between test losses; there is always one at the end.", least=1)
-    observe_every: int = option(500, "Steps between looks at entropies, correlations, gradients and gains.", least=1)
-    checkpoint_every: int = option(1000, "Steps between checkpoints.", least=1)
-    keep: int = option(2, "Checkpoints that are kept; 0 for none at all.", least=0)
-    save_model: bool = option(True, "Write the trained model at the end.")
-    test_rows: int = option(1024, "Rows of the test losses on the way; the last one has them all.", least=1)
-    minutes: float | None = option(None, "Stop after so many minutes, with a checkpoint; the same command goes on.", low=0.0)
-    tensorboard: bool = option(True, "Write TensorBoard files where tensorboard is installed.")
+    log_every: int = option(50, "Steps between lines of metrics.jsonl.", topic="logging", affects="logging", least=1)
+    evaluate_every: int = option(
+        1000, "Steps between test losses; there is always one at the end.", topic="logging", affects="logging", least=1
+    )
+    observe_every: int = option(
+        500, "Steps between lines with entropies, correlations, gradients and gains.", topic="logging", affects="logging", least=1
+    )
+    checkpoint_every: int = option(1000, "Steps between checkpoints.", topic="logging", affects="logging", least=1)
+    keep: int = option(2, "Checkpoints that are kept; 0 for none at all.", topic="logging", affects="logging", least=0)
+    save_model: bool = option(True, "Write the trained model at the end.", topic="logging", affects="logging")
+    test_rows: int = option(
+        1024, "Rows of a test loss on the way; the last test loss has all rows.", topic="logging", affects="logging", least=1
+    )
+    minutes: float | None = option(
+        None, "Stop after so many minutes, with a checkpoint; the same command goes on.", topic="logging", affects="place", low=0.0
+    )
+    tensorboard: bool = option(True, "Write TensorBoard files where tensorboard is installed.", topic="logging", affects="logging")
 
     def __post_init__(self) -> None:
         check(self)
         for about in fields(self):
             if about.type == "Path":
                 object.__setattr__(self, about.name, Path(getattr(self, about.name)))
-        for name in ("embedding_std", "head_std"):
-            if getattr(self, name) is not None:
-                in_range(name, getattr(self, name), 0.0, 1e3)  # as in ShapedConfig
         if self.mask_share == 0.0:
             raise ValueError(f"mask_share must be above 0, got {self.mask_share}")
         if self.width % self.heads:
             raise ValueError(f"heads must divide the width, {self.width}, got {self.heads}")
-        for name in ("gamma", "gamma_feedforward", "mask_share"):
-            if getattr(self, name) is not None:
-                in_range(name, getattr(self, name), 0.0, 1.0)
         if self.tied and self.head_lr != 1.0:
             raise ValueError(f"head_lr must be 1 for a tied output matrix, which embedding_lr is for, got {self.head_lr}")
         for name in ("embedding_std", "head_std"):
             if self.tied and getattr(self, name) == 0.0:
                 raise ValueError(f"{name} must be positive for a tied output matrix, got {getattr(self, name)}")
-        if self.warmup >= self.steps and self.decay == "linear":
-            raise ValueError(f"warmup must be less than steps, {self.steps}, for a linear decay, got {self.warmup}")
+        if self.warmup >= self.steps and DECAYS[self.decay].falls:
+            raise ValueError(f"warmup must be less than steps, {self.steps}, for a {self.decay} decay, got {self.warmup}")
 
     def learning_rate(self, step: int) -> float:
-        """Of the step with this number, from 0: warm-up, then constant or linear to 0."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        return self.lr * (self.steps - step) / (self.steps - self.warmup) if self.decay == "linear" else self.lr
+        """That of the step with this number, from 0."""
+        return compute_learning_rate(step, lr=self.lr, warmup=self.warmup, steps=self.steps, decay=self.decay)
+
+    def affecting(self, *affects: str) -> dict[str, Any]:
+        """The settings that affect one of these (keys of AFFECTS), by name."""
+        return {about.name: getattr(self, about.name) for about in fields(self) if about.metadata["affects"] in affects}
+
+    def record(self) -> dict[str, Any]:
+        """The settings that results and records keep: all but places, by name."""
+        return {name: value for name, value in asdict(self).items() if name not in PLACES}
 
     def to_toml(self) -> str:
         chosen = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items() if value is not None}
-        return "".join(f"{name} = {_in_toml(value)}\n" for name, value in chosen.items())
+        return "".join(f"{name} = {_to_toml(value)}\n" for name, value in chosen.items())
 
     @classmethod
     def from_toml(cls, path: Path, **overrides: Any) -> Settings:
-        """The file's settings; `overrides`, among them a preset for what neither says, prevail."""
+        """The settings of a file. `overrides` override them, and may name a preset for what neither says."""
         given = read_toml(path) | overrides
         preset = overrides.get("preset")
-        if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # as where a run has left all its settings
+        if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # such as the settings.toml of a run, which has every setting
             names = ", ".join(PRESETS[preset])
             raise ValueError(
                 f"preset must change a setting, got {preset!r}, all of whose settings {path} has already, and the file prevails: "
@@ -147,8 +174,8 @@ class Settings:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Settings:
-        """From settings by name, among which may be a preset."""
-        given = _without_preset(given)
+        """From settings by name, and perhaps a preset."""
+        given = _resolve_preset(given)
         known = {about.name: about for about in fields(cls)}
         for name in given:
             if name not in known:
@@ -159,8 +186,8 @@ class Settings:
         return cls(**given)
 
 
-def _without_preset(given: dict[str, Any]) -> dict[str, Any]:
-    """The settings that are given, and those of the preset that are not."""
+def _resolve_preset(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings that are given, and those of the preset for the rest."""
     if "preset" not in given:
         return given
     others = {name: value for name, value in given.items() if name != "preset"}
@@ -170,8 +197,8 @@ def _without_preset(given: dict[str, Any]) -> dict[str, Any]:
     return PRESETS[preset] | others
 
 
-def _in_toml(value: Any) -> str:
-    """As JSON, which is TOML but for the characters that JSON writes as two halves, and DEL, which TOML wants escaped."""
+def _to_toml(value: Any) -> str:
+    """As JSON, which is TOML except for surrogate pairs and DEL: those are escaped as TOML has it."""
 
     def escaped(found: re.Match[str]) -> str:
         number = ord(found[0])
@@ -185,7 +212,7 @@ def read_toml(path: Path, name: str = "config") -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except FileNotFoundError as error:
         raise ValueError(f"{name} must be a TOML file, got {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # what is no TOML, no text or no file
+    except (ValueError, RecursionError) as error:  # not TOML, not text or not a file
         raise ValueError(f"{name} must be a TOML file, got {path}: {error}") from None
 
 
@@ -195,38 +222,6 @@ def like(name: str) -> Any:
     return field(default=about.default, metadata=about.metadata)
 
 
-def check(settings: Any) -> None:
-    """Is every setting of a class made of `option` what it may be?"""
-    hints = typing.get_type_hints(type(settings))
-    for about in fields(settings):
-        _check(about, getattr(settings, about.name), hints[about.name])
-
-
-def _check(about: Field[Any], value: Any, kind: Any) -> None:
-    """What the field's type and metadata say; None only where the type has it."""
-    name, rules = about.name, about.metadata
-    optional = isinstance(kind, types.UnionType)
-    if value is None and optional:
-        return
-    kind = next(part for part in typing.get_args(kind) if part is not type(None)) if optional else kind
-    if kind is bool and not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-    if kind is int:
-        whole_number(name, value, least=rules["least"], most=rules["most"])
-    if kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    if kind is float:
-        number = finite(name, value) if rules["low"] != 1e-6 else positive(name, value)
-        if abs(number) > FLOAT32:  # training would make an infinity of it
-            raise ValueError(f"{name} must be finite in float32, got {value}")
-        if rules["low"] is not None and number < rules["low"]:
-            raise ValueError(f"{name} must be at least {rules['low']:g}, got {value}")
-    if kind in (str, Path) and not isinstance(value, str | Path):
-        raise ValueError(f"{name} must be a text, got {value!r}")
-    if kind is Path and (not str(value) or re.search(r"[\0\ud800-\udfff]", str(value))):  # halves: bytes that are no UTF-8
-        raise ValueError(f"{name} must be a path, got {str(value)!r}")
-    if rules["choices"] and value not in rules["choices"]:
-        raise ValueError(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")
-
-
 HINTS = typing.get_type_hints(Settings)
+DEFAULTS: dict[str, Any] = {about.name: about.default for about in fields(Settings) if about.default is not MISSING}
+PLACES = {about.name for about in fields(Settings) if about.metadata["affects"] == "place"}

@@ -1,4 +1,7 @@
-"""Products with matrices, and rows of tables, whose gradients are written where Adam reads them, not made by autograd and copied there."""
+"""Linear and embedding layers whose backward pass writes the weight's gradient in place, where the optimiser reads it.
+
+Autograd would allocate the gradient and copy it there.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def _(x: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    x, weight, ctx.gradient = inputs  # not saved as the others: autograd would object to its being written
+    x, weight, ctx.gradient = inputs  # not saved like the others: autograd refuses saved tensors that are written
     ctx.save_for_backward(x, weight)
 
 
@@ -41,15 +44,15 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
 product.register_autograd(_gradients, setup_context=_keep)
 
 
-class Product(nn.Module):
-    """x W' like an `nn.Linear`, in the precision of W. A backward pass overwrites the gradient, it does not add to it: one use a pass."""
+class DirectLinear(nn.Module):
+    """x W' like an `nn.Linear`, in the dtype of W. A backward pass overwrites the gradient and does not accumulate: one use a pass."""
 
     gradient: Tensor
 
     def __init__(self, weight: Tensor, gradient: Tensor):
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)  # for autograd: the gradient is none of its business
-        # `data`: with a version counter of its own. Autograd would take a write to one matrix's gradient for one to all of the vector.
+        self.weight = nn.Parameter(weight, requires_grad=False)  # autograd does not compute its gradient
+        # `data` has its own version counter. With a shared one, autograd takes a write to one gradient for a write to the whole vector.
         self.register_buffer("gradient", gradient.data, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,11 +87,11 @@ def _gradient_of_table(ctx: Any, dy: Tensor) -> tuple[None, None, None, None]:
 rows_of_table.register_autograd(_gradient_of_table, setup_context=_keep_ids)
 
 
-class Rows(nn.Module):
-    """Rows of a table like `nn.Embedding`, with the gradient written as a `Product` does.
+class DirectEmbedding(nn.Module):
+    """Rows of a table like `nn.Embedding`, with the gradient written in place as by `DirectLinear`.
 
-    Autograd goes only where there is something that it is to find a gradient of: `trained`, any parameter beside the table, of which it
-    finds none here.
+    Autograd runs the backward pass only if an input requires a gradient. `trained`, any parameter beside the table, is that input; it gets
+    no gradient here.
     """
 
     gradient: Tensor
@@ -97,16 +100,16 @@ class Rows(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(table, requires_grad=False)
         self.register_buffer("gradient", gradient.data, persistent=False)
-        self._trained = (trained,)  # not one of this module's own
+        self._trained = (trained,)  # in a tuple, so that it is not registered as this module's parameter
 
     def forward(self, ids: Tensor) -> Tensor:
         return rows_of_table(ids, self.weight, self.gradient, *self._trained)
 
 
-def put_rows(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> set[str]:
-    """Replaces the table of tokens, unless it is the output matrix too, and says which that was.
+def install_direct_embeddings(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> set[str]:
+    """Replaces the tables of tokens and returns their names. A table that is also the output matrix stays.
 
-    On a GPU alone, where to copy a gradient with a row for every word takes longer than to add up a batch's own.
+    Only on a GPU: there, copying a gradient with a row for every token of the vocabulary takes longer than summing the batch's rows.
     """
     found: dict[str, Any] = {f"{name}.tokens.weight": module for name, module in model.named_modules() if isinstance(module, Embedding)}
     for name, module in list(found.items()):
@@ -114,33 +117,33 @@ def put_rows(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, 
         if uses > 1 or not gradients[name].is_cuda:
             del found[name]
         else:
-            module.tokens = Rows(weights[name], gradients[name], module.positions.weight)
+            module.tokens = DirectEmbedding(weights[name], gradients[name], module.positions.weight)
     return set(found)
 
 
-def put_products(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> set[str]:
-    """Replaces the matrices of a model whose weights and gradients are given by name, and says which those were.
+def install_direct_linears(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> set[str]:
+    """Replaces the linear layers whose weights and gradients are given by name, and returns the weights' names.
 
-    Weights that are used in several places are left to autograd. Queries, keys and values become one product where their weights follow
-    each other in memory.
+    Weights that are used in several places are left to autograd. Queries, keys and values become one product where their weights are
+    adjacent in memory.
     """
     places = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.Linear)]
     uses = Counter(id(module.weight) for _, module in places)
     found = {f"{name}.weight": name for name, module in places if uses[id(module.weight)] == 1 and f"{name}.weight" in weights}
     for weight, name in found.items():
         path, _, last = name.rpartition(".")
-        setattr(model.get_submodule(path), last, Product(weights[weight], gradients[weight]))
+        setattr(model.get_submodule(path), last, DirectLinear(weights[weight], gradients[weight]))
     for name, module in model.named_modules():
         parts = [f"{name}.{part}.weight" for part in ("query", "key", "value")]
         if isinstance(module, ShapedSelfAttention) and all(part in found for part in parts):
-            weight, gradient = (_joined([tensors[part] for part in parts]) for tensors in (weights, gradients))
+            weight, gradient = (_join([tensors[part] for part in parts]) for tensors in (weights, gradients))
             if weight is not None and gradient is not None:
-                module.join(Product(weight, gradient))
+                module.join(DirectLinear(weight, gradient))
     return set(found)
 
 
-def _joined(matrices: list[Tensor]) -> Tensor | None:
-    """Matrices that follow each other in memory as one, a view; None if they do not."""
+def _join(matrices: list[Tensor]) -> Tensor | None:
+    """A view of matrices that are adjacent in memory as one matrix; None if they are not adjacent."""
     place = matrices[0].storage_offset()
     for matrix in matrices:
         if matrix.untyped_storage().data_ptr() != matrices[0].untyped_storage().data_ptr() or matrix.storage_offset() != place:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from shaped.kernels.fused_block import Block, BlockFunction, Gains, Matrix
 from shaped.kernels.side_stream import SideStream
+from shaped.nn.activations import ShapedReLU
 from shaped.nn.blocks import ShapedTransformerBlock
-from shaped.train.step.direct_gradients import Product
+from shaped.train.step.direct_gradients import DirectLinear
 
 
 class FusedBlock:
@@ -69,8 +70,10 @@ def _can_fuse_one(block: ShapedTransformerBlock) -> bool:
     """Shaped attention with one product for q, k and v, the shaped ReLU, weights whose gradients are written in place."""
     attention, feedforward = block.attention, block.feedforward
     matrices = (attention.qkv, attention.output, feedforward.pre, feedforward.post)
-    # The shaped ReLU, which has a slope, is the one activation that the kernels are written for.
-    if attention.shaping is None or feedforward.slope is None or not all(isinstance(matrix, Product) for matrix in matrices):
+    # The shaped ReLU is the one activation that the kernels are written for. An unshaped one has no slope.
+    if not isinstance(feedforward.activation, ShapedReLU) or feedforward.slope is None or attention.shaping is None:
+        return False
+    if not all(isinstance(matrix, DirectLinear) for matrix in matrices):
         return False
     learned = {gain.requires_grad for gain in (*attention.shaping.scalars(), feedforward.slope)}
     # Without a learned slope the backward pass reads the sign of the ReLU's input from its output, which a negative slope would hide.

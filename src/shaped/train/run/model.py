@@ -1,0 +1,55 @@
+"""The model of a run: built from the settings at the start, written in the Hugging Face format at the end."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from shaped.hf import ShapedConfig
+from shaped.train.data.prepared import Data
+from shaped.train.run.checkpoint import writing_tensors
+from shaped.train.run.settings import Settings
+
+
+def build_model(settings: Settings, model: Any, vocab: int, length: int) -> Any:
+    """A model of this class at initialisation: a function of the settings and their seed."""
+    config = ShapedConfig(
+        vocab_size=vocab,
+        hidden_size=settings.width,
+        num_hidden_layers=settings.depth,
+        num_attention_heads=settings.heads,
+        intermediate_size=settings.hidden,
+        max_position_embeddings=length,
+        block=settings.model,
+        gamma=settings.gamma,
+        gamma_feedforward=settings.gamma_feedforward,
+        tau0=settings.tau0,
+        c_minus=settings.c_minus,
+        activation=settings.activation,
+        schedule=settings.schedule,
+        recover_steps=settings.recover_steps,
+        train_gains=settings.train_gains,
+        embedding_norm=settings.embedding_norm,
+        embedding_std=settings.embedding_std,
+        head_std=settings.head_std,
+        tie_word_embeddings=settings.tied,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return model(config)
+
+
+def write_model(model: Any, data: Data, out: Path) -> list[str]:
+    """Writes weights, config and tokenizer, and returns the names of the files."""
+    transformers.utils.logging.disable_progress_bar()
+    values = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}  # views of one vector until here
+    with writing_tensors(out):
+        model.save_pretrained(out, state_dict=values)
+    tokenizer = data.hash_tokenizer()
+    for name in tokenizer:
+        shutil.copy2(data.folder / "tokenizer" / name, out)
+    return ["config.json", *(path.name for path in out.glob("*.safetensors*")), *tokenizer]

@@ -1,0 +1,19 @@
+"""The progress bar of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def show_progress(wanted: bool, steps: int, done: int) -> Iterator[Callable[[int, float, float], None]]:
+    """Loss, tokens a second and time left, on standard error. Yields what is to be called with step, loss and tokens a second."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    speed = TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]} tokens/s")
+    columns = (MofNCompleteColumn(), BarColumn(), speed, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not wanted) as progress:
+        task = progress.add_task("", total=steps, completed=done, loss=float("nan"), rate="")
+        yield lambda step, loss, rate: progress.update(task, completed=step, loss=loss, rate=f"{rate:,.0f}")
