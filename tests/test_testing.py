@@ -42,11 +42,11 @@ def test_a_wrong_layer_is_rejected():
     testing.check_drift_of_branch(shaped.ShapedFeedForward(0.8, 4.0, -4.0), samples=20_000, control=CONTROL)
     for check, layer in (
         (lambda layer: testing.check_drift_of_branch(layer, samples=20_000, control=CONTROL), WrongDrift(0.8, 4.0, -4.0)),
-        (lambda layer: testing.check_Sigma_of_steps(layer, n=256, samples=100_000), WrongNoise(0.8, 4.0, -4.0)),
+        (lambda layer: testing.check_Sigma_of_steps(layer, n=256), WrongNoise(0.8, 4.0, -4.0)),
         (lambda layer: testing.check_module(layer, networks=2000, samples=20_000), WrongModule(0.8, 4.0, -4.0)),
         (testing.check_symmetry, Crooked(0.8, 4.0, -4.0)),
     ):
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=r"standard errors|must"):  # not for want of power
             check(layer)
 
 
