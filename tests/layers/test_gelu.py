@@ -1,6 +1,7 @@
 """The shaped GELU: its contract, its drift by quadrature, its solver step in closed form, its trainable module."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,10 +97,10 @@ def test_modules_go_from_the_shaped_to_the_plain_gelu():
 
 
 def test_a_config_chooses_it(tmp_path):
-    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     for block in ("shaped", "preln"):
         model = ShapedForMaskedLM(ShapedConfig(**sizes, activation="gelu", block=block))
-        assert isinstance(model.model.layers[0].block.feedforward.activation, shaped.ShapedGELU)
+        assert [part.activation for part in model.modules() if isinstance(part, ShapedFeedForwardBlock)] == [shaped.ShapedGELU(1.0)]
         model.save_pretrained(tmp_path / block)
         again = ShapedForMaskedLM.from_pretrained(tmp_path / block)
         ids = torch.arange(6)[None]
