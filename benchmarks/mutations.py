@@ -45,6 +45,7 @@ TESTS = [
     "tests/test_finite.py",
     "tests/test_stepping.py",
     "tests/test_errors.py",
+    "tests/test_runs.py",
     "tests/nn/test_functional.py",
     "tests/nn/test_modules.py",
 ]

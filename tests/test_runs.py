@@ -20,6 +20,11 @@ def test_more_tokens_take_more_steps(m, steps):
     assert paths.t[-1].item() == pytest.approx(0.05)
 
 
+def test_a_start_for_each_path_has_as_many_tokens():
+    """99 tokens, two paths: steps as for 99 tokens."""
+    assert shaped.solve(LINEAR, shaped.equicorrelated(99, 0.2).expand(2, 99, 99), T=0.05, seed=0).info["steps"] == 10
+
+
 def test_a_step_is_taken_in_at_most_a_thousand_parts():
     """A part is at most 0.05 long with 4 tokens: one step to t = 50, two to any time after it."""
     assert shaped.solve(LINEAR, V0, T=50.0, steps=1, samples=2, seed=0).info["steps"] == 1
