@@ -38,7 +38,7 @@ from mutants import Mutant, make_mutants
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "shaped"
-FILES = ["src/shaped/layers", "src/shaped/limit.py", "src/shaped/finite.py", "src/shaped/nn/functional.py"]
+FILES = ["src/shaped/layers", "src/shaped/limit.py", "src/shaped/finite.py", "src/shaped/nn/functional.py", "src/shaped/nn/activations"]
 TESTS = [
     "tests/layers",
     "tests/test_limit.py",

@@ -34,8 +34,11 @@ def changes(copy: Path, module: str = FIG1) -> bool:
 
 
 def test_the_code_behind_each_page_is_all_that_computes_it():
-    solver = {"limit.py", "finite.py", "engine.py", "stepping.py", "randomness.py", "covariance.py", "nn/functional.py"}
-    rooms = {path.relative_to(ROOT).as_posix() for path in (ROOT / "layers").glob("*.py")}
+    solver = {"limit.py", "finite.py", "stepping.py", "randomness.py", "covariance.py", "nn/functional.py"}
+    rooms = {
+        path.relative_to(ROOT).as_posix()
+        for path in (*(ROOT / "layers").glob("*.py"), *(ROOT / "engine").glob("*.py"), *(ROOT / "nn/activations").glob("*.py"))
+    }
     claims = {"compare.py", "figures/harness/claims.py", "figures/harness/simulator.py"}
     for id in reproduce.FIGURES:
         assert sources(id) >= solver | rooms | claims | {f"figures/pages/{id}.py"}, id

@@ -16,10 +16,11 @@ import shaped
 from shaped.covariance import Point, factor
 from shaped.engine import Bounds
 from shaped.layers.base import Sizes
-from shaped.layers.feedforward import ReLURelaxation
+from shaped.layers.feedforward import ActivationDrift
 from shaped.layers.logits import LogitPerturbation
 from shaped.layers.terms import WeightNoise
 from shaped.limit import ConeSteps, EulerSteps, HalvedSteps, default_steps
+from shaped.nn.activations.relu import ReLURelaxation
 from shaped.randomness import Stream
 from shaped.testing.stats import random_covariance
 
@@ -66,14 +67,18 @@ def test_the_weights_step(m, scale, h, parts):
     close(found, L @ L.transpose(0, 2, 1))
 
 
+def relu_drift(rate: float) -> ActivationDrift:
+    return ActivationDrift(ReLURelaxation(rate))
+
+
 def test_the_longest_steps():
     assert WeightNoise(2.0).longest(4) == 0.05 / 2
     assert WeightNoise(2.0).longest(19) == 0.5 / 20 / 2
     assert WeightNoise(2.0).halved().longest(4) == 0.05 / 4
     assert WeightNoise(2.0).halved().halved().plus(WeightNoise(1.0)) == WeightNoise(3.0, 0.25)
-    assert WeightNoise(0.0).longest(4) == ReLURelaxation(0.0).longest(4) == LogitPerturbation(None, 1.0, 1.0).longest(4) == math.inf
-    assert ReLURelaxation(4.0).longest(4) == 0.1 / 4
-    assert WeightNoise(1.0).plus(ReLURelaxation(1.0)) is ReLURelaxation(1.0).plus(WeightNoise(1.0)) is None
+    assert WeightNoise(0.0).longest(4) == relu_drift(0.0).longest(4) == LogitPerturbation(None, 1.0, 1.0).longest(4) == math.inf
+    assert relu_drift(4.0).longest(4) == 0.1 / 4
+    assert WeightNoise(1.0).plus(relu_drift(1.0)) is relu_drift(1.0).plus(WeightNoise(1.0)) is None
 
 
 def logit_step(V, bias, rate, variance, h, G):
@@ -178,7 +183,7 @@ def test_an_euler_step_that_leaves_the_cone_is_projected():
 def test_pairs_of_a_whole_and_two_half_steps():
     """Without noise both are known. A path that passes a bound half way stays there."""
     V = torch.stack([shaped.equicorrelated(2, rho) for rho in (0.1, 0.1, 0.5, 0.5)])
-    term, (stream, _) = ReLURelaxation(2.0), twins(14)
+    term, (stream, _) = relu_drift(2.0), twins(14)
 
     def step(h, start):
         return term.move(Point(matrix=start), h, stream).V
