@@ -403,6 +403,25 @@ def test_steppers_that_are_made_leave_the_attention_kernels_flags(monkeypatch: p
     Stepper(model(), MaskedLoss, StepConfig(CPU, attention="math"))
 
 
+def test_the_backward_pass_has_the_attention_kernels_flags_too(monkeypatch: pytest.MonkeyPatch):
+    """Else a forward pass with flash attention has a backward pass of cuDNN."""
+    seen: dict[str, bool] = {}
+
+    class Recorded(MaskedLoss):
+        def forward(self, ids: torch.Tensor, places: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(ids, places, labels)
+            loss.register_hook(lambda _: seen.update(backward=torch.backends.cuda.cudnn_sdp_enabled()))
+            seen["forward"] = torch.backends.cuda.cudnn_sdp_enabled()
+            return loss
+
+    stepper = Stepper(model(), Recorded, StepConfig(CPU, attention="flash"))
+    monkeypatch.setattr(stepper, "attention_backend", lambda: attention_backend("flash", torch.device("cuda")))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    stepper.gradients_of(tuple(tensor[0] for tensor in batches().chunk(0, 1)))
+    assert seen == {"forward": False, "backward": False}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_the_cache_shares_a_stepper_between_models_of_one_program():
     cache, config, said = StepperCache(), StepConfig(CPU), []
     first = cache.get(model(), MaskedLoss, config, (12, 2, 8), said.append)

@@ -236,7 +236,8 @@ class Stepper:
     def _differentiate(self, batch: Batch) -> Tensor:
         with self.forward_context():
             loss = self.loss(*batch)
-        gradients = iter(torch.autograd.grad(loss, self.leaves))
+        with self.attention_backend():  # `kernels.attention_correction` chooses its kernel again in the backward pass
+            gradients = iter(torch.autograd.grad(loss, self.leaves))
         for views in self._gradients:
             torch._foreach_copy_(views, [next(gradients) for _ in views])  # pyright: ignore[reportPrivateImportUsage]
         return loss.detach()
