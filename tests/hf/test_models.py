@@ -300,6 +300,7 @@ def test_packed_sequences_may_be_more_tokens_than_positions():
         ({"hidden_size": None}, ["hidden_size", "whole number", "None"]),
         ({"gamma_feedforward": "x"}, ["gamma_feedforward", "number", "x"]),
         ({"c_minus": 1e50}, ["c_minus", "1e+30", "1e+50"]),
+        ({"activation": "gelu", "c_minus": -2.0}, ["c_minus", "-1.0", "gelu", "-2.0"]),
         ({"tau0": 1e-50}, ["tau0", "1e-30", "1e-50"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "10000", "1000000000"]),
         ({"vocab_size": 10**12}, ["sizes", "1e+12 weights", "3.2e+13"]),

@@ -23,6 +23,7 @@ from shaped.nn import (
     parameter_groups,
     vanilla,
 )
+from shaped.nn.activations import ShapedGELU
 from shaped.nn.functional import shaped_relu
 from shaped.testing.stats import assert_same_moments, generator, random_covariance, seed
 
@@ -295,6 +296,8 @@ def test_gains_have_names():
         (lambda: ShapedSelfAttention(None, 2), ["width", "whole number", "None"]),  # pyright: ignore
         (lambda: ShapedFeedForwardBlock(None), ["width", "whole number", "None"]),  # pyright: ignore
         (lambda: ShapedFeedForwardBlock(8, c_minus=1e50), ["c_minus", "1e+30", "1e+50"]),
+        (lambda: ShapedFeedForwardBlock(8, c_minus=-2.0, activation=ShapedGELU()), ["c_minus", "-1.0", "activation", "-2.0"]),
+        (lambda: ShapedEncoder(1, 8, 2, gamma=0.5, c_minus=-2.0, activation=ShapedGELU()), ["c_minus", "-1.0", "activation", "-2.0"]),
         (lambda: ShapedSelfAttention(8, 2, tau0=1e-50), ["tau0", "1e-30", "1e-50"]),
         (lambda: AttentionShaping(gamma2=1e50), ["gamma2", "1e+30", "1e+50"]),
         (lambda: block(gamma=0.5, gamma_feedforward="x"), ["gamma_feedforward", "number", "x"]),

@@ -105,6 +105,7 @@ def test_learning_rates():
         ({"data": "a\0b"}, ("data", "path")),
         ({"data": "a\udcff"}, ("data", "path", "udcff")),
         ({"speed": 3}, ("settings", "speed")),
+        ({"activation": "gelu", "c_minus": -2.0}, ("c_minus", "-1.0", "gelu", "-2.0")),
         ({"seed": 1 << 64}, ("seed", str(1 << 64))),
         ({"lr": 10**400}, ("lr", "number")),
         ({"data": None}, ("data", "must be given")),

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.hf.attention import NAME
-from shaped.nn.activations import ACTIVATIONS
+from shaped.nn.activations import ACTIVATIONS, C_MINUS
 from shaped.nn.blocks import BLOCKS
 from shaped.nn.modules import DEEPEST
 from shaped.nn.schedules import SCHEDULES, Recover, Schedule
@@ -50,7 +50,7 @@ class ShapedConfig(PreTrainedConfig):
     gamma: float = 0.1
     gamma_feedforward: float | None = None
     tau0: float = 1.0
-    c_minus: float = -1.0
+    c_minus: float = C_MINUS
     activation: str = "relu"
     schedule: str = "fixed"
     recover_steps: int = 4000
@@ -91,6 +91,7 @@ class ShapedConfig(PreTrainedConfig):
                     positive(name, getattr(self, name))
         positive("tau0", self.tau0, SINGLE)
         finite("c_minus", self.c_minus, SINGLE)
+        ACTIVATIONS[self.activation].from_config(float(self.c_minus))  # refuses a c_minus that it would ignore
         super().__post_init__(**kwargs)
 
     def weights(self) -> int:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import HUGE, in_range, whole_number
-from shaped.nn.activations import ShapedActivation
+from shaped.nn.activations import C_MINUS, ShapedActivation
 from shaped.nn.modules import DEEPEST, Attend, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain, has_gains
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
@@ -104,7 +104,7 @@ class ShapedEncoder(nn.Module):
         gamma: float,
         hidden: int | None = None,
         tau0: float = 1.0,
-        c_minus: float = -1.0,
+        c_minus: float = C_MINUS,
         fold: bool = True,
         dropout: float = 0.0,
         train_gains: bool = True,

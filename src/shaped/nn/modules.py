@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.kernels import short_attention
-from shaped.nn.activations import ShapedActivation, ShapedReLU, check_activation
+from shaped.nn.activations import C_MINUS, ShapedActivation, ShapedReLU, check_activation
 from shaped.nn.functional import shaped_attention
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
@@ -166,7 +166,7 @@ class ShapedFeedForwardBlock(Shapeable):
         c_minus: the negative slope of the shaped ReLU starts at 1 + c_minus/sqrt(width); its positive slope is 1.
         schedule: the activation's slope is a parameter if it learns it, a buffer else.
         shaped: False for the plain activation.
-        activation: another one than the shaped ReLU, such as `ShapedGELU()`; `c_minus` has no meaning then.
+        activation: another one than the shaped ReLU, such as `ShapedGELU()`; `c_minus` must not be given then.
     """
 
     slope: Tensor | None
@@ -177,7 +177,7 @@ class ShapedFeedForwardBlock(Shapeable):
         width: int,
         hidden: int | None = None,
         *,
-        c_minus: float = -1.0,
+        c_minus: float = C_MINUS,
         schedule: Schedule | None = None,
         shaped: bool = True,
         activation: ShapedActivation | None = None,
@@ -186,6 +186,8 @@ class ShapedFeedForwardBlock(Shapeable):
         self.width = whole_number("width", width)
         hidden = 4 * width if hidden is None else whole_number("hidden", hidden)
         finite("c_minus", c_minus, SINGLE)
+        if activation is not None and c_minus != C_MINUS:
+            raise ValueError(f"c_minus must be {C_MINUS}, its default, beside an activation, which has a shape of its own, got {c_minus}")
         self.activation = ShapedReLU.from_config(c_minus) if activation is None else activation
         check_activation(self.activation)
         self.start = self.activation.start(width) if shaped else 0.0

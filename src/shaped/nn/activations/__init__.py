@@ -1,5 +1,6 @@
 """Activations. Each is one object, which random networks, the covariance SDE, trainable modules and configs share."""
 
+from shaped.nn.activations.base import C_MINUS as C_MINUS
 from shaped.nn.activations.base import Activation as Activation
 from shaped.nn.activations.base import Flow as Flow
 from shaped.nn.activations.base import ShapedActivation as ShapedActivation

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from shaped.covariance import Matrix
 
+C_MINUS = -1.0  # the default of configs and settings
+
 
 class Activation(ABC):
     """A function of single features, without anything to train."""
@@ -58,7 +60,7 @@ class ShapedActivation(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, c_minus: float) -> ShapedActivation:
-        """The activation that a config describes. `c_minus` is for the ReLU; others may ignore it."""
+        """The activation that a config describes. `c_minus` is for the ReLU; others refuse any value but C_MINUS."""
 
     @abstractmethod
     def at(self, n: int) -> Activation:

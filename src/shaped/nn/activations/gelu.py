@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shaped.checks import SINGLE, positive
 from shaped.covariance import Matrix
-from shaped.nn.activations.base import Activation, Flow, ShapedActivation
+from shaped.nn.activations.base import C_MINUS, Activation, Flow, ShapedActivation
 
 PART = 0.25
 """In a part of a step the longest token's variance v grows at most to v/(1 - PART)."""
@@ -64,6 +64,8 @@ class ShapedGELU(ShapedActivation):
 
     @classmethod
     def from_config(cls, c_minus: float) -> ShapedGELU:
+        if c_minus != C_MINUS:
+            raise ValueError(f"c_minus must be {C_MINUS}, its default, for {cls.name}, which has no use for it, got {c_minus}")
         return cls()
 
     def at(self, n: int) -> ScaledGELU:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shaped.checks import SINGLE, finite
 from shaped.covariance import FEW, Matrix
-from shaped.nn.activations.base import Activation, Flow, ShapedActivation
+from shaped.nn.activations.base import C_MINUS, Activation, Flow, ShapedActivation
 
 
 def shaped_relu(x: Tensor, negative_slope: float | Tensor, positive_slope: float | Tensor = 1.0) -> Tensor:
@@ -65,7 +65,7 @@ class ShapedReLU(ShapedActivation):
     plain: ClassVar[Activation] = ReLU()
 
     c_plus: float = 0.0
-    c_minus: float = -1.0
+    c_minus: float = C_MINUS
 
     def __post_init__(self) -> None:
         finite("c_plus", self.c_plus, SINGLE)

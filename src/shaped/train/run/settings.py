@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shaped.files import read_text
-from shaped.nn.activations import ACTIVATIONS
+from shaped.nn.activations import ACTIVATIONS, C_MINUS
 from shaped.nn.blocks import BLOCKS
 from shaped.nn.schedules import SCHEDULES
 from shaped.train.run.options import check, describe, option
@@ -59,7 +59,7 @@ class Settings:
         0.01, "Temperature, times sqrt(n n_k): width^-1/2 is the usual one, less is sharper at the start.",
         topic="model", used_by="shaping", low=1e-6,
     )  # fmt: skip
-    c_minus: float = option(-1.0, "Shaped ReLU: the negative slope starts at 1 + c_minus/sqrt(n).", topic="model", used_by="shaping")
+    c_minus: float = option(C_MINUS, "Shaped ReLU: the negative slope starts at 1 + c_minus/sqrt(n).", topic="model", used_by="shaping")
     activation: str = option("relu", "Activation of the feed-forward layers.", topic="model", choices=tuple(ACTIVATIONS))
     train_gains: bool = option(True, "Train lambda and gamma.", topic="model", used_by="gains")
     embedding_norm: bool = option(False, "LayerNorm on the embedding.", topic="model")
@@ -132,6 +132,7 @@ class Settings:
             raise ValueError(f"mask_share must be above 0, got {self.mask_share}")
         if self.width % self.heads:
             raise ValueError(f"heads must divide the width, {self.width}, got {self.heads}")
+        ACTIVATIONS[self.activation].from_config(float(self.c_minus))  # refuses a c_minus that it would ignore
         if self.tied and self.head_lr != 1.0:
             raise ValueError(f"head_lr must be 1 for a tied output matrix, which embedding_lr is for, got {self.head_lr}")
         for name in ("embedding_std", "head_std"):
