@@ -162,14 +162,16 @@ def collect(
 def glue(
     runs: Annotated[list[Path], typer.Argument(help="Finished runs of `shaped pretrain`.")],
     task: Annotated[list[str], typer.Option(help="GLUE task; repeatable.", **show_choices("cola", "mrpc", "rte"))],
-    data: Annotated[Path | None, typer.Option(help="Folder with CoLA, MRPC, RTE; by default they come from the Hugging Face hub.", **PLACE)] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with CoLA, MRPC, RTE; by default the Hugging Face hub.", **PLACE)] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     epochs: Annotated[int, typer.Option(help="Epochs.")] = 5,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 5e-4,
     batch: Annotated[int, typer.Option(help="Examples of a step.")] = 16,
     warmup: Annotated[float, typer.Option(help="Share of the steps in which the learning rate grows.")] = 0.0,
     device: Annotated[str, typer.Option(help="Device; auto: cuda where there is one.", **show_choices("auto", "cpu", "cuda"))] = "auto",
-    compile: Annotated[str, typer.Option(help="What is compiled; auto: blocks on a GPU.", **show_choices("auto", "off", "blocks", "whole"))] = "auto",
+    compile: Annotated[
+        str, typer.Option(help="What is compiled; auto: blocks on a GPU.", **show_choices("auto", "off", "blocks", "whole"))
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line and nothing else.")] = False,
 ) -> None:
     """Fine-tune runs on GLUE tasks, over several seeds, and score them on the development sets."""
