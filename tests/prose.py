@@ -9,6 +9,7 @@ ABBREVIATION = r"(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)(?<!Eq\.)(?<!Fig\.)(?<!Sec\.)(?
 END = re.compile(rf"(?:(?<=[.!?])|(?<=[.!?]\))){ABBREVIATION}\s+(?=[^\s\d–—=,;)a-z])")
 LITERAL = re.compile(r"\s*(```|\||#|!\[|<!--|$)|    ")  # fences, tables, headings, pictures, marks, blank lines, code
 ITEM = re.compile(r"(\s*(?:[-*]|\d+\.) )")
+CODE = re.compile(r"`[^`]+`")
 LINK = re.compile(r"\]\([^)]*\)")
 
 
@@ -37,11 +38,12 @@ def paragraphs(text: str) -> Iterator[tuple[list[str], bool]]:
 
 
 def split_sentences(lines: list[str]) -> list[str]:
-    """A line for each sentence; those of a list item are indented under it."""
+    """A line for each sentence; those of a list item are indented under it. Code stays on one line: `. .venv/bin/activate`."""
     item = ITEM.match(lines[0])
     first = item[1] if item else ""
-    sentences = END.split(" ".join([lines[0][len(first) :].strip(), *(line.strip() for line in lines[1:])]))
-    return [(" " * len(first) if number else first) + sentence for number, sentence in enumerate(sentences)]
+    text = " ".join([lines[0][len(first) :].strip(), *(line.strip() for line in lines[1:])])
+    sentences = END.split(CODE.sub(lambda found: found[0].replace(" ", "\0"), text))
+    return [(" " * len(first) if number else first) + sentence.replace("\0", " ") for number, sentence in enumerate(sentences)]
 
 
 def reflow(text: str) -> str:

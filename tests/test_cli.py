@@ -240,11 +240,31 @@ def test_the_shell_completes_commands_options_and_choices(monkeypatch, capsys, t
     assert "_SHAPED_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "shaped.sh").read_text()
     capsys.readouterr()
     monkeypatch.setenv("_SHAPED_COMPLETE", "complete_bash")
-    for words, wanted in (("shaped sim", "simulate"), ("shaped simulate --meth", "--method"), ("shaped simulate --method e", "euler")):
+    for words, *wanted in (
+        ("shaped sim", "simulate"),
+        ("shaped simulate --meth", "--method"),
+        ("shaped simulate --method e", "euler"),
+        ("shaped simulate --mask F",),  # FILE.npy in the help is no file
+        ("shaped pretrain --model pre", "preln"),
+        ("shaped pretrain --attention fl", "flash"),
+        ("shaped pretrain --preset p", "paper"),
+        ("shaped glue --task r", "rte"),
+    ):
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
-        assert run(monkeypatch) == 0
-        assert capsys.readouterr().out.split() == [wanted]
+        run(monkeypatch)
+        assert capsys.readouterr().out.split() == wanted, words
+
+
+def test_the_help_of_pretrain_fits_into_80_columns(monkeypatch, capsys):
+    """No name is cut, and the texts have room: most of them fit into two lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(monkeypatch, "pretrain", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "--gamma-feedforward" in shown
+    assert "--no-embedding-norm" in shown
+    assert len(shown.splitlines()) < 190
 
 
 def test_an_interrupted_write_leaves_no_file(tmp_path):

@@ -142,6 +142,52 @@ def test_a_second_sentence_and_a_long_one_are_noticed():
     assert find_long_lines("short\n\n" + "word " * 41, 200) == ["word " * 41]
 
 
+def test_a_piece_of_code_stays_on_its_line():
+    text = "Then `. .venv/bin/activate`. Done.\n"
+    assert reflow(text) == "Then `. .venv/bin/activate`.\nDone.\n"
+
+
+FILE = re.compile(r"(?:[\w-]+/)*[\w-]+\.py|(?:[\w-]+/)+")
+
+
+def lost_files(text: str) -> set[str]:
+    """Python files and folders, in code spans and commands, that are neither in the repository nor in the package nor in the tests."""
+    words = {word.partition("::")[0] for code in code_of(text) for word in code.split() if not code.startswith("      ")}
+    places = (ROOT, ROOT / "src" / "shaped", ROOT / "tests")
+    return {word for word in words if FILE.fullmatch(word) and not any((place / word).exists() for place in places)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page):
+    assert lost_files(page.read_text()) - {"tensorboard/"} == set()  # a folder of a run
+
+
+def test_a_file_that_moved_is_noticed():
+    assert lost_files("`nn/activations.py`, `nn/activations/`, `tests/stats.py`, `testing/stats.py`\n\n    python benchmarks/adam.py") == {
+        "nn/activations.py",
+        "tests/stats.py",
+        "benchmarks/adam.py",
+    }
+
+
+def test_the_layout_names_every_folder_and_only_files_that_are_there():
+    """The block "Where things are" of CONTRIBUTING.md: folders or files, two spaces, what they are."""
+    block = (ROOT / "CONTRIBUTING.md").read_text().split("    src/shaped/\n")[1].split("\n\n")[0]
+    folders = set()
+    for line in block.splitlines():
+        where = ROOT / "src" / "shaped" if line.startswith("      ") else ROOT
+        head, _, rest = line.strip().partition("  ")
+        for name in head.split(", "):
+            assert (where / name).exists(), name
+        folder = where / head if head.endswith("/") else (where / head.split(", ")[0]).parent
+        folders.add(folder)
+        for name in re.findall(r"[\w/]+\.(?:py|toml)|\w+/(?=:)", rest):
+            assert (folder / name).exists() or (ROOT / name).exists(), name
+            folders.add((folder / name).parent if "." in name else folder / name)
+    package = {file.parent for file in (ROOT / "src" / "shaped").rglob("*.py") if file.name != "__init__.py"}
+    assert package <= folders, package - folders
+
+
 def test_the_readme_is_short():
     assert len(README.split()) <= 900
 

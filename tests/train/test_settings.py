@@ -1,6 +1,7 @@
 """Settings: one class, its TOML and its options."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import MISSING, asdict, fields, replace
@@ -46,8 +47,9 @@ def test_every_setting_is_an_option_with_its_help_and_default():
         assert about.metadata["help"].replace("`", "") in shown.replace("`", "")
         if about.default not in (MISSING, None):
             assert f"Default: {str(about.default).lower()}." in shown
-        if about.metadata["choices"]:
-            assert f"--{about.name.replace('_', '-')} [{'|'.join(about.metadata['choices'])}]" in shown
+        if choices := about.metadata["choices"]:  # in brackets, or each with what it is
+            described = all(f"{choice}: " in about.metadata["help"] for choice in choices)
+            assert f"--{about.name.replace('_', '-')} {'NAME' if described else '[' + '|'.join(choices) + ']'}" in shown
 
 
 def test_options_prevail_over_the_file(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -144,6 +146,12 @@ def test_what_is_no_settings_file_is_refused_in_a_line(tmp_path: Path, content: 
 def test_the_page_of_settings_is_that_of_the_code():
     page = Path(__file__).parent.parent.parent / "docs" / "settings.md"
     assert page.read_text(encoding="utf-8") == write_page(), "run `python -m shaped.train.run.settings_page > docs/settings.md`"
+
+
+def test_the_page_of_settings_has_the_bounds():
+    page = write_page()
+    for name, values in (("depth", "from 1 to 4,096"), ("width", "from 1 to 1,048,576"), ("steps", "≥ 1"), ("seed", "≥ 0")):
+        assert re.search(rf"\| `{name}` \| `\d+` \| whole number {values} \|", page), name
 
 
 def test_every_setting_has_a_topic_and_says_what_it_affects():

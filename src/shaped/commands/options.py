@@ -18,8 +18,11 @@ def parse_path(text: str) -> Path:
 
 
 def show_choices(*names: str) -> dict[str, Any]:
-    """Choices in the help and in shell completion. The library checks the value, and its message names the argument."""
-    return {"metavar": f"[{'|'.join(names)}]", "autocompletion": lambda: list(names)}
+    """Choices in the help and in shell completion. The library checks the value, and its message names the argument.
+
+    A name with capitals, such as FILE.npy, stands for others, so the shell does not complete it.
+    """
+    return {"metavar": f"[{'|'.join(names)}]", "autocompletion": lambda: [name for name in names if name.islower()]}
 
 
 PLACE: dict[str, Any] = {"parser": parse_path, "metavar": "PATH"}
@@ -29,7 +32,7 @@ Layers = Annotated[
     str, typer.Option(help="Layers of a block: attention, feedforward, perceptron.", metavar="NAME,…", rich_help_panel=LAYER)
 ]
 Tokens = Annotated[int, typer.Option(help="Number of tokens m.", rich_help_panel=LAYER)]
-Gamma = Annotated[float, typer.Option(help="Weight of the residual branches.", rich_help_panel=LAYER)]
+Gamma = Annotated[float, typer.Option(help="Weight of the residual branches.", show_default="1/sqrt(8)", rich_help_panel=LAYER)]
 CPlus = Annotated[float, typer.Option(help="Shaped ReLU: positive slope is 1 + c_plus/sqrt(n).", rich_help_panel=LAYER)]
 CMinus = Annotated[float, typer.Option(help="Shaped ReLU: negative slope is 1 + c_minus/sqrt(n).", rich_help_panel=LAYER)]
 Rho = Annotated[float, typer.Option(help="Correlation of each pair of tokens at the start.", rich_help_panel=LAYER)]

@@ -14,7 +14,7 @@ import typer
 
 from shaped.checks import whole_numbers
 from shaped.commands.console import Lines, print_error
-from shaped.commands.options import PLACE
+from shaped.commands.options import PLACE, show_choices
 from shaped.train.run.options import TOPICS
 from shaped.train.run.settings import DEFAULTS, HINTS, PRESETS, Settings
 
@@ -37,7 +37,7 @@ def prepare(
     cased: Annotated[bool, typer.Option("--cased", help="Keep capitals and accents.")] = False,
     tokens: Annotated[int | None, typer.Option(help="Stop after so many training tokens.")] = None,
 ) -> None:
-    """Train a tokenizer on text and pack the text into memory-mapped arrays; goes on where it was interrupted."""
+    """Train a tokenizer on text and pack the text into memory-mapped arrays; the same command continues after an interruption."""
     needs("tokenizers", "transformers")
     from shaped.train.data.prepare import prepare as prepare_data
 
@@ -62,8 +62,12 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     for name, hint in HINTS.items():
         about = Settings.__dataclass_fields__[name].metadata
         default = "" if DEFAULTS.get(name) is None else f" Default: {str(DEFAULTS[name]).lower()}."
-        shown: dict[str, Any] = PLACE if hint is Path else {"metavar": f"[{'|'.join(about['choices'])}]"} if about["choices"] else {}
-        option = typer.Option(help=about["help"] + default, show_default=False, rich_help_panel=TOPICS[about["topic"]], **shown)
+        shown: dict[str, Any] = PLACE if hint is Path else show_choices(*about["choices"]) if about["choices"] else {}
+        if about["choices"] and all(f"{choice}: " in about["help"] for choice in about["choices"]):
+            shown["metavar"] = "NAME"  # the help says what each choice is; a second list would leave it no room in 80 columns
+        # The names with --no- need a column, so they have a panel of their own.
+        panel = TOPICS[about["topic"]] + (", on or off" if hint is bool else "")
+        option = typer.Option(help=about["help"] + default, show_default=False, rich_help_panel=panel, **shown)
         options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint | None, option]))
 
     def called(config: Path | None = None, **options: Any) -> None:
@@ -75,19 +79,19 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-Config = Annotated[Path | None, typer.Option(help="TOML file with settings; options given beside it prevail.", show_default=False, **PLACE)]
+Config = Annotated[Path | None, typer.Option(help="TOML file with settings; options override it.", show_default=False, **PLACE)]
 Preset = Annotated[
     str | None,
-    typer.Option(help=f"Defaults by a name: {', '.join(PRESETS)}. Settings that are given prevail.", show_default=False),
+    typer.Option(help="Other defaults; settings in the file or as options override them.", show_default=False, **show_choices(*PRESETS)),
 ]
 
 
 @app.command(rich_help_panel="Training")
 @with_settings
 def pretrain(config: Path | None, given: dict[str, Any]) -> None:
-    """Train a model on prepared text; the same command goes on with a run that was interrupted, or whose minutes were over (status 75).
+    """Train a model on prepared text; the same command continues a run that was interrupted.
 
-    Under torchrun, on several devices.
+    A run that `--minutes` stopped ends with exit status 75, and the same command continues it. Start it with torchrun for several devices.
     """
     needs("transformers")
     from shaped.train.run import loop
@@ -111,14 +115,14 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
 @app.command(rich_help_panel="Training")
 def study(
     file: Annotated[Path, typer.Argument(help="TOML file: out, minutes, [defaults], [[run]]…")],
-    minutes: Annotated[float | None, typer.Option(help="Time for all runs; the same command goes on.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time for all runs together; the same command continues.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs, in place of the file's.", **PLACE)] = None,
     data: Annotated[Path | None, typer.Option(help="Prepared text, in place of the file's.", **PLACE)] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only the run of this name; repeatable.", show_default=False)] = None,
 ) -> None:
     """Run a queue of trainings one after another; those of the same shape share one compiled step.
 
-    The status is 1 if a run failed, else 75 if some are left to do, which the same command does.
+    The exit status is 1 if a run failed, and 75 if runs are left to do: the same command continues.
     """
     needs("transformers")
     from shaped.train import study as studies
@@ -157,15 +161,17 @@ def collect(
 @app.command(rich_help_panel="Training")
 def glue(
     runs: Annotated[list[Path], typer.Argument(help="Finished runs of `shaped pretrain`.")],
-    task: Annotated[list[str], typer.Option(help="cola, mrpc or rte; repeatable.")],
-    data: Annotated[Path | None, typer.Option(help="Folder with CoLA, MRPC, RTE; the Hugging Face hub without it.", **PLACE)] = None,
+    task: Annotated[list[str], typer.Option(help="GLUE task; repeatable.", **show_choices("cola", "mrpc", "rte"))],
+    data: Annotated[Path | None, typer.Option(help="Folder with CoLA, MRPC, RTE; by default the Hugging Face hub.", **PLACE)] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     epochs: Annotated[int, typer.Option(help="Epochs.")] = 5,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 5e-4,
     batch: Annotated[int, typer.Option(help="Examples of a step.")] = 16,
     warmup: Annotated[float, typer.Option(help="Share of the steps in which the learning rate grows.")] = 0.0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    compile: Annotated[str, typer.Option(help="auto, off, blocks or whole.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device; auto: cuda where there is one.", **show_choices("auto", "cpu", "cuda"))] = "auto",
+    compile: Annotated[
+        str, typer.Option(help="What is compiled; auto: blocks on a GPU.", **show_choices("auto", "off", "blocks", "whole"))
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line and nothing else.")] = False,
 ) -> None:
     """Fine-tune runs on GLUE tasks, over several seeds, and score them on the development sets."""

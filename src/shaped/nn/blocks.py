@@ -179,7 +179,7 @@ class BlockKind:
 
 
 BLOCKS = {
-    "shaped": BlockKind("Eq. shaped_transformer, no LayerNorm"),
+    "shaped": BlockKind("the paper's block, without LayerNorm"),
     "preln": BlockKind("LayerNorm before each branch"),
     "postln": BlockKind("LayerNorm after each branch"),
     "vanilla": BlockKind("the shaped block without its shaping"),

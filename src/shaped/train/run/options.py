@@ -14,6 +14,7 @@ import torch
 
 from shaped.checks import finite, in_range, positive, whole_number
 
+MOST = (1 << 63) - 1  # more fits into no tensor
 FLOAT32 = float(torch.finfo(torch.float32).max)
 
 TOPICS = {
@@ -41,7 +42,7 @@ def option(
     used_by: str = "",
     choices: tuple[str, ...] = (),
     least: int | None = None,
-    most: int = (1 << 63) - 1,  # more fits into no tensor
+    most: int = MOST,
     low: float | None = None,
     high: float | None = None,
 ) -> Any:

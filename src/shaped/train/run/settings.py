@@ -33,16 +33,16 @@ class Settings:
     """A pre-training run. The defaults are the recipe that trained best so far; the preset "paper" has the paper's."""
 
     data: Path = option(MISSING, "Folder made by `shaped data prepare`.", topic="data", affects="place")
-    out: Path = option(MISSING, "Folder of the run; if it holds one that was interrupted, that goes on.", topic="data", affects="place")
+    out: Path = option(MISSING, "Folder of the run; if a run was interrupted there, it continues.", topic="data", affects="place")
     objective: str = option("masked", f"What is trained. {describe(OBJECTIVES)}", topic="data", choices=tuple(OBJECTIVES))
     batch: int = option(32, "Rows of a step, over all processes.", topic="data", least=1)
     mask_share: float = option(
-        0.15, "Share of the tokens that are masked; the same number in every row, at least one.", topic="data", low=0.0, high=1.0
+        0.15, "Share of the tokens that are masked, above 0; the same number in every row, at least one.", topic="data", low=0.0, high=1.0
     )
 
     model: str = option("shaped", f"Kind of block. {describe(BLOCKS)}", topic="model", choices=tuple(BLOCKS))
     schedule: str = option(
-        "recover", f"How the shaping changes in training. {describe(SCHEDULES)}", topic="model", choices=tuple(SCHEDULES)
+        "recover", f"How the shaping changes in training. {describe(SCHEDULES)}", topic="model", used_by="shaping", choices=tuple(SCHEDULES)
     )
     recover_steps: int = option(1000, "Recover: steps in which the shaping goes to 0.", topic="model", used_by="recover", least=1)
     depth: int = option(18, "Depth d, the number of blocks.", topic="model", least=1, most=DEEPEST)
@@ -68,7 +68,7 @@ class Settings:
     )
     head_std: float | None = option(None, "Start of the output matrix; width^-1/2 by default.", topic="model", low=0.0, high=1e3)
     tied: bool = option(
-        False, "The output matrix is the tokens' embedding, times a constant by which it starts at head_std.", topic="model"
+        False, "The output matrix is the tokens' embedding, times a constant, so that it starts at head_std.", topic="model"
     )
 
     steps: int = option(20_000, "Steps of the optimiser.", topic="optimisation", least=1)
@@ -119,7 +119,7 @@ class Settings:
         1024, "Rows of a test loss on the way; the last test loss has all rows.", topic="logging", affects="logging", least=1
     )
     minutes: float | None = option(
-        None, "Stop after so many minutes, with a checkpoint; the same command goes on.", topic="logging", affects="place", low=0.0
+        None, "Stop after so many minutes, with a checkpoint; the same command continues.", topic="logging", affects="place", low=0.0
     )
     tensorboard: bool = option(True, "Write TensorBoard files where tensorboard is installed.", topic="logging", affects="logging")
 

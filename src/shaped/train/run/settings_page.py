@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from shaped.train.run.options import AFFECTS, TOPICS
+from shaped.train.run.options import AFFECTS, MOST, TOPICS
 from shaped.train.run.settings import DEFAULTS, HINTS, PRESETS, Settings
 
 HEAD = """# Settings of `shaped pretrain`
@@ -28,7 +28,9 @@ COLUMNS = ("option", "key", "default", "values", "affects", "used by", "what it 
 def write_page() -> str:
     """The page as Markdown: a table by topic."""
     parts = [HEAD, *(f"- **{name}**: {about}." for name, about in AFFECTS.items()), ""]
-    parts += ['"Used by" names the part of the model, or the schedule, that reads the setting; models without it ignore it.', ""]
+    parts += ['"Used by" names the part of the model, or the schedule, that reads the setting; models without it ignore it.']
+    parts += ["Only `shaped` has shaping, and so a schedule; `shaped` and `vanilla` have gains, `preln` and `postln` have none."]
+    parts += ["Numbers must be finite in float32.", ""]
     for topic, title in TOPICS.items():
         rows = [_write_row(about) for about in fields(Settings) if about.metadata["topic"] == topic]
         parts += [f"## {title}", "", _join_cells(COLUMNS), "|" + " --- |" * len(COLUMNS), *rows, ""]
@@ -55,7 +57,7 @@ def _describe_values(about: Field[Any]) -> str:
     if rules["choices"]:
         return ", ".join(f"`{choice}`" for choice in rules["choices"])
     if kind is int and rules["least"] is not None:
-        return f"whole number ≥ {rules['least']}"
+        return f"whole number ≥ {rules['least']}" if rules["most"] == MOST else f"whole number from {rules['least']} to {rules['most']:,}"
     if kind is float and rules["low"] is not None:
         return f"number in [{rules['low']:g}, {rules['high']:g}]" if rules["high"] is not None else f"number ≥ {rules['low']:g}"
     return {bool: "yes or no", Path: "path", float: "number", int: "whole number"}.get(kind, "text")
