@@ -141,7 +141,7 @@ def test_what_is_no_settings_file_is_refused_in_a_line(tmp_path: Path, content: 
 
 
 def test_the_page_of_settings_is_that_of_the_code():
-    page = Path(__file__).parent.parent.parent / "docs" / "settings.md"
+    page = Path(__file__).parents[3] / "docs" / "settings.md"
     assert page.read_text(encoding="utf-8") == write_page(), "run `python -m shaped.train.run.settings_page > docs/settings.md`"
 
 

@@ -133,8 +133,8 @@ def test_wrong_settings_of_a_run_are_refused(tiny: Settings, tmp_path: Path):
     with refused("batch", "100"):
         quiet(replace(tiny, batch=100))
     assert not tiny.out.exists()
-    with refused("out must be a folder", "conftest.py"):
-        quiet(replace(tiny, out=Path(__file__).with_name("conftest.py")))
+    with refused("out must be a folder", "test_pretrain.py"):
+        quiet(replace(tiny, out=Path(__file__)))
     with refused("graph", "cpu"):
         quiet(replace(tiny, graph="on"))
 
