@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from shaped.checks import as_tensor, finite, positive, usable, whole_number
+from shaped.checks import as_tensor, check_device, finite, positive, whole_number
 
 Matrix = Float[Tensor, "*batch m m"]
 
@@ -53,7 +53,7 @@ def equicorrelated(
     least = -1.0 / (m - 1) if m > 1 else -1.0
     if not least <= rho <= 1.0:
         raise ValueError(f"rho must lie in [-1/(m-1), 1] = [{least:.4g}, 1] for m = {m} tokens, got {rho}")
-    where = usable(device)
+    where = check_device(device)
     try:
         V = torch.full((m, m), variance * rho, dtype=dtype, device=where)
     except (RuntimeError, TypeError):
@@ -62,19 +62,19 @@ def equicorrelated(
 
 
 # Up to this many tokens, sums of outer products over the whole batch beat batched BLAS and LAPACK on the CPU: twofold at 4 tokens
-# where the samples lie next to each other in memory (`batch_innermost`), as the solver keeps them.
+# where the samples lie next to each other in memory (`make_batch_innermost`), as the solver keeps them.
 FEW = 7
 SMALL = 1024  # numbers in a batch below which one call to BLAS beats the loop's many
 
 
-def batch_innermost(V: Shaped[Tensor, "batch m k"]) -> Shaped[Tensor, "batch m k"]:
+def make_batch_innermost(V: Shaped[Tensor, "batch m k"]) -> Shaped[Tensor, "batch m k"]:
     """The same tensor, with the samples next to each other in memory; element-wise results keep that order."""
     return V.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
-def laid_out_like(V: Shaped[Tensor, "batch m k"], like: Shaped[Tensor, "batch _ _"]) -> Shaped[Tensor, "batch m k"]:
+def match_layout(V: Shaped[Tensor, "batch m k"], like: Shaped[Tensor, "batch _ _"]) -> Shaped[Tensor, "batch m k"]:
     """The same tensor, with the samples where `like` has them in memory: mixing the two orders is slow."""
-    return batch_innermost(V) if like.stride(0) == 1 else V.contiguous()
+    return make_batch_innermost(V) if like.stride(0) == 1 else V.contiguous()
 
 
 def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) -> Float[Tensor, "*batch m l"]:
@@ -189,7 +189,7 @@ class Point:
         return self.root if self.root is not None else factor(self.V)
 
 
-def symmetrised(V: Matrix) -> Matrix:
+def symmetrise(V: Matrix) -> Matrix:
     return V / 2 + V.mT / 2
 
 
@@ -222,6 +222,6 @@ def check_covariance(V: Tensor, name: str = "V0") -> None:
     skew = (V - V.mT).abs().amax((-2, -1))
     if (skew > 1e-6 * V.abs().amax((-2, -1))).any():
         raise ValueError(f"{name} must be symmetric, got entries that differ by {skew.max().item():.3g} across the diagonal")
-    least = torch.linalg.eigvalsh(symmetrised(V))[..., 0]
+    least = torch.linalg.eigvalsh(symmetrise(V))[..., 0]
     if (least < -1e-6 * V.diagonal(dim1=-2, dim2=-1).abs().sum(-1)).any():
         raise ValueError(f"{name} must be positive semi-definite, got an eigenvalue {least.min().item():.3g}")

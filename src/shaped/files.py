@@ -30,7 +30,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        usual_mode(Path(name))  # mkstemp makes files that only their owner can read
+        set_usual_mode(Path(name))  # mkstemp makes files that only their owner can read
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -53,7 +53,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def usual_mode(path: Path) -> None:
+def set_usual_mode(path: Path) -> None:
     """Who may read and write a file is as with any new one."""
     umask = os.umask(0)
     os.umask(umask)
@@ -101,7 +101,7 @@ def sha256(path: Path) -> str:
 def parse_json(name: str, text: str) -> Any:
     """A JSON value without NaN, infinities or whole numbers of more than 64 bits, which Python would take."""
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
+        return json.loads(text, parse_constant=_refuse, parse_float=_parse_float, parse_int=_parse_int)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} must be JSON, got what is not: {error}") from None
 
@@ -111,19 +111,19 @@ def read_json(path: Path, /, **kinds: Any) -> dict[str, Any]:
 
     Where `write_sealed` wrote the file, its hash is checked. The seal is not among the entries.
     """
-    value = entries(str(path), parse_json(str(path), read_text(path)))
-    return entries(str(path), _unsealed(path, value) if SEAL in value else value, **kinds)
+    value = check_entries(str(path), parse_json(str(path), read_text(path)))
+    return check_entries(str(path), _check_seal(path, value) if SEAL in value else value, **kinds)
 
 
 def read_sealed(path: Path, /, **kinds: Any) -> dict[str, Any]:
     """The same of a file that `write_sealed` wrote: one without a seal is refused."""
-    value = entries(str(path), parse_json(str(path), read_text(path)))
+    value = check_entries(str(path), parse_json(str(path), read_text(path)))
     if SEAL not in value:
         raise ValueError(f"{path} must have the entry {SEAL!r} that it was written with, got none")
-    return entries(str(path), _unsealed(path, value), **kinds)
+    return check_entries(str(path), _check_seal(path, value), **kinds)
 
 
-def entries(name: str, value: Any, /, **kinds: Any) -> dict[str, Any]:
+def check_entries(name: str, value: Any, /, **kinds: Any) -> dict[str, Any]:
     """The value, if it is an object with these entries of these types. A whole number is a number; true and false are none."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object, got {value!r:.60}")
@@ -141,18 +141,18 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
     """Writes an object with its hash, by which `read_json` knows whether it was damaged."""
     plain = json.loads(json.dumps(value, allow_nan=False))
-    write_json(path, plain | {SEAL: _seal(plain)})
+    write_json(path, plain | {SEAL: _hash(plain)})
 
 
-def _unsealed(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+def _check_seal(path: Path, value: dict[str, Any]) -> dict[str, Any]:
     """The other entries, if the seal is their hash."""
     others = {key: entry for key, entry in value.items() if key != SEAL}
-    if value[SEAL] != _seal(others):
+    if value[SEAL] != _hash(others):
         raise ValueError(f"{path} must be as it was written, got another content than its seal says")
     return others
 
 
-def _seal(value: dict[str, Any]) -> str:
+def _hash(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -160,12 +160,12 @@ def _refuse(word: str) -> float:
     raise ValueError(f"{word} is no number of JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _refuse(f"{text:.40}")
 
 
-def _whole(text: str) -> int:
+def _parse_int(text: str) -> int:
     number = int(text)
     if number.bit_length() > 63:
         raise ValueError(f"a whole number must have at most 64 bits, got {text:.40}")

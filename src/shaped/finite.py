@@ -57,7 +57,7 @@ class TokenSteps(engine.Process[Tensor]):
     def select(self, choice: Bool[Tensor, " batch"], yes: Tensor, no: Tensor) -> Tensor:
         return torch.where(choice[:, None, None], yes, no)
 
-    def entries(self, m: int) -> int:
+    def count_entries(self, m: int) -> int:
         return m * self.sizes.n
 
 

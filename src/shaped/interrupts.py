@@ -28,14 +28,14 @@ def leave_at_once(*_: Any) -> None:
     os._exit(INTERRUPTED)
 
 
-def while_loading() -> None:
+def exit_on_interrupt() -> None:
     """From now on Ctrl-C ends the command at once; there is nothing yet to clean up."""
     ours = is_command() and threading.current_thread() is threading.main_thread()
     if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
 
 
-def loaded() -> None:
+def restore_interrupts() -> None:
     """From now on Ctrl-C is an exception, so that what runs can clean up."""
     if signal.getsignal(signal.SIGINT) is leave_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,7 +18,7 @@ def share_interval(happened: int, count: int) -> tuple[float, float]:
     return (max(0.0, low) if happened else 0.0), (min(1.0, high) if happened < count else 1.0)
 
 
-def share_text(share: float, count: int) -> str:
+def format_share(share: float, count: int) -> str:
     """A share of so many trials with its interval, such as "0.073 % (0.025 to 0.215)"."""
     low, high = share_interval(round(share * count), count)
     return f"{100 * share:.3f} % ({100 * low:.3f} to {100 * high:.3f})"

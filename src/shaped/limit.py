@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shaped import engine
 from shaped.checks import as_tensor, positive, whole_number
-from shaped.covariance import Point, laid_out_like
+from shaped.covariance import Point, match_layout
 from shaped.layers.base import Layer, check_layer
 from shaped.layers.terms import Term, WeightNoise
 from shaped.randomness import Normals, Recorded, Summed
@@ -85,9 +85,9 @@ class HalvedSteps(engine.PointProcess):
 
     def step(self, state: Point, stream: Normals) -> tuple[Point, None]:
         one, other = Recorded(stream), Recorded(stream)
-        middle, _ = self.half.step(Point(matrix=laid_out_like(state.V[1::2], state.V)), one)
+        middle, _ = self.half.step(Point(matrix=match_layout(state.V[1::2], state.V)), one)
         fine, _ = self.half.step(middle, other)
-        coarse, _ = self.whole.step(Point(matrix=laid_out_like(state.V[::2], state.V)), Summed(stream, one, other))
+        coarse, _ = self.whole.step(Point(matrix=match_layout(state.V[::2], state.V)), Summed(stream, one, other))
         V = torch.empty_like(state.V)
         V[::2] = coarse.V
         V[1::2] = torch.where(self.bounds.crossed(middle.V)[:, None, None], middle.V, fine.V)  # who stops half way has stopped

@@ -19,7 +19,7 @@ class Normals(ABC):
     def normal(self, *shape: int) -> Tensor:
         """Standard normal numbers."""
 
-    def apart(self) -> Normals:
+    def fork(self) -> Normals:
         """A source for what only some samples need: it has nothing to do with what the others draw."""
         return self
 
@@ -62,7 +62,7 @@ class Recorded(Normals):
         self.drawn.append(self._source.normal(*shape))
         return self.drawn[-1].clone()  # who draws may compute in place
 
-    def apart(self) -> Normals:
+    def fork(self) -> Normals:
         return self._source
 
 
@@ -78,7 +78,7 @@ class Summed(Normals):
             return (one + other).mul_(math.sqrt(0.5))
         return self._source.normal(*shape)
 
-    def apart(self) -> Normals:
+    def fork(self) -> Normals:
         return self._source
 
 
@@ -92,8 +92,8 @@ class Stream(Normals):
     """
 
     def __init__(self, seed: int, block: int, *, kind: str = "", dtype: torch.dtype, device: torch.device):
-        self._make_apart = lambda: Stream(seed, block, kind=f"{kind}, apart", dtype=dtype, device=device)
-        self._apart: Stream | None = None
+        self._make_fork = lambda: Stream(seed, block, kind=f"{kind}, apart", dtype=dtype, device=device)
+        self._forked: Stream | None = None
         salt = zlib.crc32(kind.encode())  # the same seed gives the SDE and the network numbers that have nothing to do with each other
         sequence = np.random.SeedSequence(seed, spawn_key=(salt, block))
         self._dtype, self._device = dtype, device
@@ -105,9 +105,9 @@ class Stream(Normals):
         else:
             self._torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)  # torch takes seeds below 2^63
 
-    def apart(self) -> Normals:
-        self._apart = self._apart or self._make_apart()
-        return self._apart
+    def fork(self) -> Normals:
+        self._forked = self._forked or self._make_fork()
+        return self._forked
 
     def normal(self, *shape: int) -> Tensor:
         if self._device.type == "cpu" and self._dtype == torch.float64:

@@ -30,16 +30,16 @@ class LocalWorkers(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         if self._pool is None:
-            self._pool = self._started()
-        with deaf_children():  # this may start a process
+            self._pool = self._start()
+        with shield_children():  # this may start a process
             try:
                 return self._pool.submit(fn, *args, **kwargs)
             except BrokenExecutor:
                 self._pool.shutdown(wait=False, cancel_futures=True)
-                self._pool = self._started()
+                self._pool = self._start()
                 return self._pool.submit(fn, *args, **kwargs)
 
-    def _started(self) -> ProcessPoolExecutor:
+    def _start(self) -> ProcessPoolExecutor:
         # Spawned, not forked: torch's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(self._workers, mp_context=context, initializer=_begin_work)
@@ -68,7 +68,7 @@ class LocalWorkers(Executor):
 
 
 @contextmanager
-def deaf_children() -> Iterator[None]:
+def shield_children() -> Iterator[None]:
     """Processes that are started within it do not hear Ctrl-C, which a terminal sends to all: the one that made them ends them."""
     resource_tracker.ensure_running()  # it would undo the mask where it is started within
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -92,7 +92,7 @@ def _begin_work() -> None:
 
 
 @contextmanager
-def working_on(workers: int | None, scheduler: str | None) -> Iterator[Executor | None]:
+def open_executor(workers: int | None, scheduler: str | None) -> Iterator[Executor | None]:
     """An executor for `--workers N` or `--scheduler ADDRESS`; None for this process alone."""
     if workers is not None and scheduler is not None:
         raise ValueError(f"workers and scheduler exclude each other, got {workers} and {scheduler!r}")

@@ -98,11 +98,11 @@ class ShapedConfig(PreTrainedConfig):
         tables = self.vocab_size + self.max_position_embeddings + self.type_vocab_size
         return self.hidden_size * (tables + self.num_hidden_layers * (4 * self.hidden_size + 2 * (self.intermediate_size or 0)))
 
-    def start_of_tables(self) -> float:
+    def choose_table_std(self) -> float:
         """Standard deviation of the embeddings' entries at the start."""
         return (3 if self.type_vocab_size else 2) ** -0.5 if self.embedding_std is None else self.embedding_std
 
-    def start_of_head(self) -> float:
+    def choose_head_std(self) -> float:
         """That of the output matrix's entries."""
         return self.hidden_size**-0.5 if self.head_std is None else self.head_std
 

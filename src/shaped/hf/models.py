@@ -24,7 +24,7 @@ from shaped.hf.attention import NAME, attention_forward
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn.activations import ACTIVATIONS
 from shaped.nn.blocks import LayerNormBlock, ShapedTransformerBlock
-from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, matrix, starting_at
+from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, init_normal, make_linear
 from shaped.nn.schedules import Shapeable
 
 
@@ -59,7 +59,7 @@ class Attend(nn.Module):
 class ShapedLayer(GradientCheckpointingLayer):
     def __init__(self, config: ShapedConfig, layer: int):
         super().__init__()
-        self.block, self.attend = transformer_block(config), Attend(config, layer)
+        self.block, self.attend = make_block(config), Attend(config, layer)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past_key_values: Cache | None = None, **kwargs: Any) -> Tensor:
         def attend(attention: ShapedSelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -68,7 +68,7 @@ class ShapedLayer(GradientCheckpointingLayer):
         return self.block(x, mask, attend)
 
 
-def transformer_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNormBlock:
+def make_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNormBlock:
     shaped, schedule = config.block == "shaped", config.shaping()
     attention = ShapedSelfAttention(
         config.hidden_size,
@@ -110,13 +110,13 @@ class ShapedPreTrainedModel(PreTrainedModel):
         if isinstance(module, (Shapeable, ShapedTransformerBlock, nn.LayerNorm)):
             module.reset_parameters()
         elif isinstance(module, (nn.Linear, nn.Embedding)):  # one without `std` is a larger head or table, for more words
-            usual = self.config.start_of_head() if isinstance(module, nn.Linear) else self.config.start_of_tables()
+            usual = self.config.choose_head_std() if isinstance(module, nn.Linear) else self.config.choose_table_std()
             nn.init.normal_(module.weight, std=getattr(module, "std", usual))
 
 
-def table(rows: int, columns: int, std: float) -> nn.Embedding:
+def make_table(rows: int, columns: int, std: float) -> nn.Embedding:
     """An embedding whose entries start as N(0, std²)."""
-    return starting_at(nn.Embedding(rows, columns, device="meta"), std)
+    return init_normal(nn.Embedding(rows, columns, device="meta"), std)
 
 
 class Embedding(nn.Module):
@@ -124,10 +124,10 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ShapedConfig):
         super().__init__()
-        std = config.start_of_tables()
-        self.tokens = table(config.vocab_size, config.hidden_size, std)
-        self.positions = table(config.max_position_embeddings, config.hidden_size, std)
-        self.types = table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
+        std = config.choose_table_std()
+        self.tokens = make_table(config.vocab_size, config.hidden_size, std)
+        self.positions = make_table(config.max_position_embeddings, config.hidden_size, std)
+        self.types = make_table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
         self.norm = nn.LayerNorm(config.hidden_size) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.hidden_dropout)
 
@@ -212,9 +212,9 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
             config = copy.deepcopy(config)
             config.is_decoder = self.causal
         super().__init__(config)
-        self.model, self.head = ShapedModel(config), matrix(config.hidden_size, config.vocab_size, config.start_of_head())
+        self.model, self.head = ShapedModel(config), make_linear(config.hidden_size, config.vocab_size, config.choose_head_std())
         # A tied matrix starts with the embedding's entries, which are about sqrt(n) times as large as an output matrix's should be.
-        self.head_scale = config.start_of_head() / config.start_of_tables() if config.tie_word_embeddings else 1.0
+        self.head_scale = config.choose_head_std() / config.choose_table_std() if config.tie_word_embeddings else 1.0
         self.post_init()
 
     def logits(self, x: Tensor) -> Any:
@@ -301,7 +301,7 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
     def __init__(self, config: ShapedConfig):
         super().__init__(config)
         self.num_labels = config.num_labels or 2
-        self.model, self.classifier = ShapedModel(config), matrix(config.hidden_size, self.num_labels, config.hidden_size**-0.5)
+        self.model, self.classifier = ShapedModel(config), make_linear(config.hidden_size, self.num_labels, config.hidden_size**-0.5)
         self.post_init()
 
     @can_return_tuple
@@ -316,11 +316,11 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.classifier(self.pooled(outputs.last_hidden_state, attention_mask))
+        logits = self.classifier(self.pool(outputs.last_hidden_state, attention_mask))
         loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
-    def pooled(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def pool(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """One vector for each text, [batch, n], of its tokens, [batch, m, n]."""
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError(f"attention_mask must be [batch, tokens] for a classifier, got shape {tuple(attention_mask.shape)}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shaped.checks import as_tensor, in_range, whole_number
 from shaped.covariance import Matrix, Point, check_covariance, check_square, factor, gram, product
-from shaped.layers.terms import Dense, Term, collected
+from shaped.layers.terms import Dense, Term, merge_terms
 from shaped.randomness import GeneratorNormals, Stream
 
 Tokens = Float[Tensor, "batch m n"]
@@ -63,7 +63,7 @@ class Layer(ABC):
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        return collected(self.limit())
+        return merge_terms(self.limit())
 
     def drift(self, V: Matrix) -> Matrix:
         r"""$b(V)$ of $dV = b(V)\,dt + \Sigma(V)^{1/2}\,dB$, in O(m³) time and O(m²) memory a sample."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import slope
+from shaped.checks import check_slope
 from shaped.covariance import Matrix, Point, factor, gram
 from shaped.layers.base import Factor, Layer, NoLimit, ResidualLayer, Sizes, Tokens, check_residual
 from shaped.layers.terms import Term, WeightNoise
@@ -79,8 +79,8 @@ class Shaped:
         return self.shape.at(n)
 
     def check_shape(self) -> None:
-        slope("c_plus", self.c_plus)
-        slope("c_minus", self.c_minus)
+        check_slope("c_plus", self.c_plus)
+        check_slope("c_minus", self.c_minus)
         if self.activation is None:
             return
         check_activation(self.activation)
@@ -129,7 +129,7 @@ class ReLUFeedForward(FeedForward):
 
     def __post_init__(self) -> None:
         check_residual(self.gamma, self.lam)
-        slope("negative_slope", self.negative_slope)
+        check_slope("negative_slope", self.negative_slope)
 
     def activation_at(self, n: int) -> Activation:
         return LeakyReLU(self.negative_slope)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shaped.covariance import Matrix, Point, laid_out_like, lower_product, product, product_lower, weighted_mean
+from shaped.covariance import Matrix, Point, lower_product, match_layout, product, product_lower, weighted_mean
 from shaped.layers.masks import Mask, Rows, resting_attention, same_mask
 from shaped.layers.terms import Term
 from shaped.randomness import Normals
@@ -64,7 +64,7 @@ class LogitPerturbation(Term):
         moved = self.stride(point, h, change, normals)
         fast = change.fast(self.rate * h)
         if len(fast):
-            moved.V[fast] = self.move_in_parts(laid_out_like(point.V[fast], point.V), h, normals.apart())
+            moved.V[fast] = self.move_in_parts(match_layout(point.V[fast], point.V), h, normals.fork())
         return moved
 
     def move_in_parts(self, V: Float[Tensor, "batch m m"], h: float, normals: Normals) -> Float[Tensor, "batch m m"]:
@@ -77,7 +77,7 @@ class LogitPerturbation(Term):
         left = V.new_full((len(V),), h)
         moving = torch.arange(len(V), device=V.device)
         while len(moving):
-            here = Point(matrix=laid_out_like(V[moving], V))
+            here = Point(matrix=match_layout(V[moving], V))
             change = MeanChange.at(self.mask, here.V)
             speed, growth = change.speed_and_growth()
             parts = torch.minimum(left[moving] * speed * (self.rate / STRIDE), left[moving] * (MOST_PARTS / h)).ceil_().clamp_(min=1.0)

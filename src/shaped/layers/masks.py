@@ -16,7 +16,7 @@ Mask = str | Tensor | None
 Rows = Float[Tensor, "rows m"]  # the rows of an m x m matrix, or one row that stands for all of them
 
 
-def checked_mask(mask: Any, heads: int) -> Mask:
+def check_mask(mask: Any, heads: int) -> Mask:
     """None, "causal", or a bias in double precision, [m, m] or [heads, m, m]: numbers, with -inf where a token is not attended to."""
     if mask is None or (isinstance(mask, str) and mask == "causal"):
         return mask

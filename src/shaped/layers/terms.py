@@ -57,7 +57,7 @@ class Term(ABC):
         return self.tensor(V)[..., rows, columns, :, :][..., rows, columns]
 
 
-def collected(terms: Iterable[Term]) -> tuple[Term, ...]:
+def merge_terms(terms: Iterable[Term]) -> tuple[Term, ...]:
     """The same sum with as few terms as possible, so that the solver draws and multiplies as little as it can."""
     kept: list[Term] = []
     for term in terms:

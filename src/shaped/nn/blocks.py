@@ -57,7 +57,7 @@ class ShapedTransformerBlock(nn.Module):
         """`places`, [batch, k]: the tokens to return; all of them by default. The feed-forward branch computes no others."""
         # Gains keep their precision where the tokens have less.
         x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)).to(x.dtype)
-        x = x if places is None else tokens_at(x, places)
+        x = x if places is None else gather_tokens(x, places)
         return (self.lam_feedforward * x + self.gamma_feedforward * self.feedforward(x)).to(x.dtype)
 
 
@@ -75,15 +75,15 @@ class LayerNormBlock(nn.Module):
         """`places` as in `ShapedTransformerBlock`."""
         if self.place == "pre":
             x = x + self.attention(self.norm_attention(x), attn_mask, attend)
-            x = x if places is None else tokens_at(x, places)
+            x = x if places is None else gather_tokens(x, places)
             return x + self.feedforward(self.norm_feedforward(x))
         dtype = x.dtype  # under autocast norms are in single precision
         x = x + self.attention(x, attn_mask, attend)
-        x = self.norm_attention(x if places is None else tokens_at(x, places)).to(dtype)
+        x = self.norm_attention(x if places is None else gather_tokens(x, places)).to(dtype)
         return self.norm_feedforward(x + self.feedforward(x)).to(dtype)
 
 
-def tokens_at(x: Tensor, places: Tensor) -> Tensor:
+def gather_tokens(x: Tensor, places: Tensor) -> Tensor:
     """The tokens at places [batch, k], of tokens [batch, m, width]."""
     if x.ndim != 3 or places.ndim != 2 or len(places) != len(x):
         raise ValueError(f"places must be [batch, k] for tokens [batch, m, width], got {list(places.shape)} for {list(x.shape)}")

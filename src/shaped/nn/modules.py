@@ -24,16 +24,16 @@ Attend = Callable[["ShapedSelfAttention", Tensor, Tensor, Tensor, Tensor | None]
 Stock = TypeVar("Stock", nn.Linear, nn.Embedding)
 
 
-def matrix(features: int, outputs: int, std: float) -> nn.Linear:
+def make_linear(features: int, outputs: int, std: float) -> nn.Linear:
     """A matrix without bias, whose entries start as N(0, std²).
 
     Exactly an `nn.Linear`, not a class of its own: what quantises models (bitsandbytes, torchao, `quantize_dynamic`) replaces that class
     and passes over any other.
     """
-    return starting_at(nn.Linear(features, outputs, bias=False, device="meta"), std)
+    return init_normal(nn.Linear(features, outputs, bias=False, device="meta"), std)
 
 
-def starting_at(layer: Stock, std: float) -> Stock:
+def init_normal(layer: Stock, std: float) -> Stock:
     """The layer, made on the meta device, where nothing is drawn, with entries N(0, std²). It keeps `std`, to be drawn anew by it."""
     layer.weight = nn.Parameter(torch.empty(layer.weight.shape))
     layer.__dict__["std"] = std
@@ -117,8 +117,8 @@ class ShapedSelfAttention(nn.Module):
         extra = tau0 * math.sqrt(width) if shaped else 1.0
         self.scale = key_width**-0.5 if fold else key_width**-0.5 / extra
         std = (width * extra) ** -0.5 if fold else width**-0.5
-        self.query, self.key = (matrix(width, heads * key_width, std) for _ in range(2))
-        self.value, self.output = (matrix(width, width, width**-0.5) for _ in range(2))
+        self.query, self.key = (make_linear(width, heads * key_width, std) for _ in range(2))
+        self.value, self.output = (make_linear(width, width, width**-0.5) for _ in range(2))
         self.shaping = AttentionShaping(trained=check_schedule(schedule).learns) if shaped else None
         self.register_module("qkv", None)
         self.splits = (heads * key_width, heads * key_width, width)
@@ -190,8 +190,8 @@ class ShapedFeedForwardBlock(Shapeable):
         check_activation(self.activation)
         self.start = self.activation.start(width) if shaped else 0.0
         function = self.activation.at(width) if shaped else self.activation.plain
-        self.pre = matrix(width, hidden, width**-0.5)
-        self.post = matrix(hidden, width, math.sqrt(function.normaliser() / hidden))
+        self.pre = make_linear(width, hidden, width**-0.5)
+        self.post = make_linear(hidden, width, math.sqrt(function.normaliser() / hidden))
         if shaped:
             add_gain(self, "slope", self.start, check_schedule(schedule).learns)
         else:

@@ -37,9 +37,9 @@ class RandomAttention(nn.Module):
         super().__init__()
         self.heads, self.tau, self.gamma1, self.gamma2 = heads, tau, gamma1, gamma2
         self.mask = mask
-        self.query, self.key = weights(n, heads * n_k, **draw), weights(n, heads * n_k, **draw)
-        self.value = weights(n, n, **draw)
-        self.output = weights(n, n, **draw) if project else None
+        self.query, self.key = draw_weights(n, heads * n_k, **draw), draw_weights(n, heads * n_k, **draw)
+        self.value = draw_weights(n, n, **draw)
+        self.output = draw_weights(n, n, **draw) if project else None
 
     def forward(self, x: X) -> X:
         scale = 1.0 / math.sqrt(x.shape[-1])
@@ -60,7 +60,7 @@ class RandomFeedForward(nn.Module):
     def __init__(self, n: int, activation: Activation, **draw: Any):
         super().__init__()
         self.activation = activation
-        self.pre, self.post = weights(n, n, **draw), weights(n, n, **draw)
+        self.pre, self.post = draw_weights(n, n, **draw), draw_weights(n, n, **draw)
 
     def forward(self, x: X) -> X:
         n = x.shape[-1]
@@ -73,7 +73,7 @@ class RandomPerceptron(nn.Module):
     def __init__(self, n: int, activation: Activation, **draw: Any):
         super().__init__()
         self.activation = activation
-        self.weight = weights(n, n, **draw)
+        self.weight = draw_weights(n, n, **draw)
 
     def forward(self, x: X) -> X:
         return math.sqrt(self.activation.normaliser()) * self.activation(x @ self.weight / math.sqrt(x.shape[-1]))
@@ -91,6 +91,6 @@ class Residual(nn.Module):
         return layer_norm(y) if self.norm == "post" else y
 
 
-def weights(rows: int, columns: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None) -> nn.Parameter:
+def draw_weights(rows: int, columns: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A matrix of standard normals."""
     return nn.Parameter(torch.randn(rows, columns, generator=generator, dtype=dtype))

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from refusals import refused
 from shaped.train.data import packing
 from shaped.train.data import prepare as data
-from shaped.train.data.text import LONGEST, lines
+from shaped.train.data.text import LONGEST, read_lines
 from train.conftest import documents
 from train.data.preparation import HOW, no_more_memory_than
 
@@ -21,7 +21,7 @@ def test_text_is_streamed(tmp_path: Path):
     """The first lines come when a small part of the file was read, so memory does not grow with it."""
     path, read = tmp_path / "long.txt", []
     path.write_text("a line of some words\n" * 400_000)
-    stream = lines(str(path), read.append)
+    stream = read_lines(str(path), read.append)
     for _ in range(100_000):
         next(stream)
     assert 1e6 < sum(read) < 4e6 < path.stat().st_size
@@ -32,7 +32,7 @@ def test_a_line_without_end_comes_in_pieces(text: Path, tmp_path: Path, monkeypa
     words = " ".join(text.read_text().split())
     long = tmp_path / "long.txt"
     long.write_text("  " + words * 60)
-    pieces = list(lines(str(long)))
+    pieces = list(read_lines(str(long)))
     assert pieces.pop() is None
     assert len(pieces) > 20
     assert max(len(piece or "") for piece in pieces) <= 2 * LONGEST
@@ -59,7 +59,7 @@ def test_long_lines_are_cut_between_characters_and_end_no_document(tmp_path: Pat
     wide = "x" * first + "字" * LONGEST
     path = tmp_path / "long.txt"
     path.write_text(f"{wide}\nnext{' ' * 3 * LONGEST}end \nlast\n{' ' * 2 * LONGEST}\nother\n")
-    found = list(lines(str(path)))
+    found = list(read_lines(str(path)))
     assert "".join(line or "" for line in found[: found.index("next")]) == wide
     assert found[found.index("next") :] == ["next", "end", "last", None, "other", None]
 
@@ -67,13 +67,13 @@ def test_long_lines_are_cut_between_characters_and_end_no_document(tmp_path: Pat
 def test_the_line_of_a_wrong_byte_is_its_number_in_the_file(tmp_path: Path):
     (tmp_path / "long.txt").write_bytes(b"one\n" + b"word " * LONGEST + b"\n\xff\n")
     with refused("0xff", "line 3"):
-        list(lines(str(tmp_path / "long.txt")))
+        list(read_lines(str(tmp_path / "long.txt")))
 
 
 def test_a_long_row_of_a_dataset_comes_in_pieces_too(monkeypatch: pytest.MonkeyPatch):
     rows = [{"text": "word " * LONGEST + "\nshort"}, {"text": None}]
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **how: iter(rows))
-    found = lines("owner/name")
+    found = read_lines("owner/name")
     first = [next(found) for _ in range(7)]
     assert [line.split()[-1] if line else None for line in first] == ["word"] * 5 + ["short", None]
     with refused("column 'text'", "owner/name"):
@@ -87,7 +87,7 @@ def test_an_archive_that_unpacks_to_much_more_is_refused(tmp_path: Path, suffix:
     path = tmp_path / f"bomb.txt{suffix}"
     path.write_bytes(gzip.compress(content) if suffix == ".gz" else zstandard.ZstdCompressor().compress(content))
     with no_more_memory_than(1 << 27), refused("text must unpack to at most 200 times its size", str(path)):
-        for _ in lines(str(path)):
+        for _ in read_lines(str(path)):
             pass
 
 

@@ -151,10 +151,10 @@ def test_every_setting_has_a_topic_and_says_what_it_affects():
         assert about.metadata["affects"] in AFFECTS
         assert about.metadata["used_by"] in ("", "gains", "shaping", *SCHEDULES)
     settings = Settings(data=Path("d"), out=Path("o"))
-    parts = [settings.affecting(name) for name in AFFECTS]
+    parts = [settings.select_affecting(name) for name in AFFECTS]
     assert sum(map(len, parts)) == len(fields(Settings))
-    assert settings.affecting("place") == {"data": Path("d"), "out": Path("o"), "minutes": None}
-    assert settings.affecting("speed").keys() == {"device", "compile", "graph", "attention"}
+    assert settings.select_affecting("place") == {"data": Path("d"), "out": Path("o"), "minutes": None}
+    assert settings.select_affecting("speed").keys() == {"device", "compile", "graph", "attention"}
     assert settings.record().keys() == asdict(settings).keys() - {"data", "out", "minutes"}
 
 

@@ -49,7 +49,7 @@ def test_what_cannot_be_compiled_is_launched_and_said(monkeypatch: pytest.Monkey
 
 
 def test_what_triton_cannot_compile_is_launched_and_said():
-    """Written blocks are not seen by PyTorch's compiler."""
+    """Fused blocks are not seen by PyTorch's compiler."""
     error = type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})
     made, eager, said = model(), model(), []
     stepper = Stepper(made, MaskedLoss, StepConfig(CPU), said.append)

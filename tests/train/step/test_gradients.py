@@ -58,7 +58,7 @@ def test_gradients_of_a_classifier_and_of_weights_used_twice():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("schedule", ["recover", "learn"])
-def test_gradients_of_written_blocks_are_those_of_autograd(schedule: str, graph: bool):
+def test_gradients_of_fused_blocks_are_those_of_autograd(schedule: str, graph: bool):
     """Against float32: a gradient that is not written, or a stream that nobody waited for, would show here."""
     device = torch.device("cuda", 0)
     made = model(schedule=schedule, hidden_size=128, num_attention_heads=4, vocab_size=500, max_position_embeddings=64)
@@ -70,7 +70,7 @@ def test_gradients_of_written_blocks_are_those_of_autograd(schedule: str, graph:
 
 @pytest.mark.parametrize("schedule", ["recover", "learn"])
 def test_gradients_of_modules_are_those_of_autograd(schedule: str):
-    """What the test above does, where there is no GPU and no written block."""
+    """What the test above does, where there is no GPU and no fused block."""
     made = model(schedule=schedule)
     compare_gradients(made, copy.deepcopy(made), StepConfig(CPU, half=True, stream=torch.bfloat16), batches())
 
@@ -78,8 +78,8 @@ def test_gradients_of_modules_are_those_of_autograd(schedule: str):
 def compare_gradients(made: Any, exact: Any, how: StepConfig, data: MaskedBatches) -> None:
     stepper = Stepper(made, MaskedLoss, how)
     if how.compile == "blocks":
-        written: Any = stepper.loss
-        for block in written._run["blocks"]:
+        fused: Any = stepper.loss
+        for block in fused._run["blocks"]:
             block.fallback = None  # nothing but the fused kernels
     for step in range(8):
         with torch.no_grad():

@@ -15,7 +15,7 @@ from shaped.checks import in_range, whole_number
 from shaped.files import read_json, remove, write_sealed
 from shaped.train.data.packing import pack_rows, progress_file
 from shaped.train.data.prepared import IDS, PARTS, Data, load_data
-from shaped.train.data.text import Line, fingerprint, is_file, lines
+from shaped.train.data.text import Line, fingerprint, is_file, read_lines
 from shaped.train.data.tokenizer import SPECIAL, find_change, hash_files, load_tokenizer, make_tokenizer
 from shaped.train.folder_lock import folder_lock
 
@@ -172,7 +172,7 @@ def _read_training_text(text: list[str], valid: list[str] | None, share: float, 
 
 
 def _read_lines(sources: list[str], advance: Callable[[int], object]) -> Iterator[Line]:
-    return (line for source in sources for line in lines(source, advance))
+    return (line for source in sources for line in read_lines(source, advance))
 
 
 def _select_documents(stream: Iterator[Line], hold_out: tuple[bool, float] | None) -> Iterator[Line]:
