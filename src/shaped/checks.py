@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HUGE = 1e100  # beyond it squares leave the float range
-LARGEST = 2**53  # whole numbers that a float still has
-SINGLE = 1e30  # single precision still has it times a large feature
+HUGE = 1e100  # squares of larger numbers overflow
+LARGEST = 2**53  # floats represent every whole number up to this exactly
+SINGLE = 1e30  # its product with a large feature still fits into float32
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: float = LARGEST) -> int:
@@ -38,7 +38,7 @@ def parse_whole_numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """The value, if it is True or False: what is only like one of them may be taken for either."""
+    """The value, if it is True or False. Other values that Python takes for booleans, such as 0, are refused."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return bool(value)
@@ -68,12 +68,12 @@ def finite(name: str, value: Any, most: float = HUGE) -> float:
 
 
 def _describe_range(number: float, bounds: str) -> str:
-    """The bounds, for a number that is refused although it is a positive or a finite one."""
+    """The bounds as text, for the error about a finite number that is out of bounds; empty for 0, inf and nan."""
     return f" and {bounds}" if 0.0 < abs(number) < float("inf") else ""
 
 
 def check_slope(name: str, value: Any) -> float:
-    """The value as a float that single precision can square."""
+    """The value as a float whose square fits into float32."""
     return in_range(name, value, -1e18, 1e18)
 
 
@@ -91,15 +91,17 @@ def as_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     try:
-        array = np.array(value)  # a copy: views that run backwards or cannot be written to are nothing for torch
+        array = np.array(value)  # a copy: torch refuses views with negative strides and read-only arrays
         return torch.from_numpy(array.astype(np.float64) if array.dtype == np.longdouble else array)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{name} must be numbers in the shape of a matrix, got {' '.join(repr(value).split())[:60]}") from None
 
 
 def check_device(device: Any) -> torch.device:
-    """The device, if torch can compute and draw random numbers on it. What it raises depends on what is wrong: a name that it does not
-    know, a kind that it was not built for, none of that kind here, no generator for it."""
+    """The device, if torch can compute and draw random numbers on it.
+
+    torch raises different errors for an unknown name, a kind it was not built for, a missing device and a missing generator.
+    """
     try:
         where = torch.device(device)
         torch.zeros(1, device=where).item()

@@ -1,4 +1,4 @@
-"""compare: distances between two laws, with standard errors and with the distances that two samples of one law would have."""
+"""compare: distances between two laws, with standard errors and with the distances expected between two samples of one law."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find_statistic(name: str, pair: tuple[int, int] | None, m: int) -> Statistic
 
 
 def select_statistics(given: Any, pair: tuple[int, int] | None, m: int) -> dict[str, Statistic]:
-    """Functions by name, from names, a name, functions by name, or None for the default."""
+    """The statistics as functions by name. `given` is a name, names, functions by name, or None for the default."""
     if given is None:
         given = ("rho", "V", "logdet", "eigmax") if m > 1 else ("variance",)
     if isinstance(given, str):
@@ -77,7 +77,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distances between two trajectories, by statistic, over the paths that have not stopped by then."""
+    """Distances between two trajectories at one time, by statistic, over the paths that have not stopped before it."""
 
     ks: dict[str, Distance]
     wasserstein: dict[str, Distance]
@@ -135,7 +135,7 @@ def compare(
     if min(map(len, running)) < 2:
         raise ValueError(f"each trajectory must have at least 2 paths that did not stop, got {len(running[0])} and {len(running[1])}")
     rng = np.random.default_rng(seed)
-    # Values that differ by rounding alone count as equal: tokens that coincide, or a network that changes nothing.
+    # Values that differ only by rounding are set equal, such as those of coinciding tokens.
     rounding = max(torch.finfo(path.V.dtype).eps for path in (one, other)) ** 0.75
     ks, wasserstein = {}, {}
     for name, statistic in selected.items():

@@ -1,4 +1,4 @@
-"""`shape`: a stock Hugging Face model with shaped attention, whose gains are saved and loaded with it."""
+"""`shape`: gives a stock Hugging Face model shaped attention. Its gains are saved and loaded with the model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 def shape(model: Model, *, tau0: float | None = None, learn: bool = False, gamma1: float = 1.0, gamma2: float = 1.0) -> Model:
     r"""Gives every self-attention of a stock model the shape $\gamma_1 I + \text{softmax} - \gamma_2\,\text{softmax}(B)$, in place.
 
-    The gains belong to the model from then on: `save_pretrained` writes them, and `from_pretrained` of the same class, or of an Auto class,
-    reads them and goes on with shaped attention, once `shaped.hf` is imported. Cross-attention stays as it is. A model that is shaped
-    already is shaped anew.
+    The gains become part of the model: `save_pretrained` writes them. `from_pretrained` of the same class or of an Auto class reads them
+    and restores shaped attention, if `shaped.hf` is imported. Cross-attention does not change. Calling it again replaces the gains.
 
     Args:
         model: any model that goes through the attention interface of transformers.
-        tau0: None, the default, keeps the model's own scaling: a trained model goes on from its own logits, and `vanilla` can give the
-            stock model back. A number divides the logits by $\tau_0\sqrt{n}$ beside that scaling, as the theory has it (Eq.
-            shaped-attention).
-        learn: train the gains. If not, they are buffers, which a `ShapingCallback` with `Recover` may take to 0.
-        gamma1, gamma2: where the gains start.
+        tau0: None, the default, keeps the model's own scaling: a trained model keeps its logits, and `vanilla` can restore the stock
+            model. A number also divides the logits by $\tau_0\sqrt{n}$, as in the theory (Eq. shaped-attention).
+        learn: train the gains. If not, they are buffers, which a `ShapingCallback` with `Recover` may anneal to 0.
+        gamma1, gamma2: the initial gains.
     """
     _refuse_strangers(model, "shape")
     if isinstance(model.config, ShapedConfig):
@@ -57,7 +55,7 @@ def shape(model: Model, *, tau0: float | None = None, learn: bool = False, gamma
 
 
 def vanilla(model: Model) -> Model:
-    """A copy without the shaping, which must have gone to 0 (`Recover`), with the same outputs: `shaped.nn.vanilla`, and its config too."""
+    """A copy without the shaping, with the same outputs. The shaping must be 0 (`Recover`). Like `shaped.nn.vanilla`, with the config."""
     _refuse_strangers(model, "vanilla")
     settings = getattr(model.config, "shaped", None)
     if isinstance(model.config, ShapedConfig):
@@ -83,7 +81,7 @@ def _refuse_strangers(model: object, name: str) -> None:
 
 
 def install_gains(model: PreTrainedModel) -> None:
-    """Gives the self-attention of a model the gains that its config speaks of; those that have them keep them."""
+    """Adds the gains of its config to every self-attention of a model. Existing gains stay."""
     settings = model.config.shaped
     for module in find_self_attentions(model).values():
         if not has_gains(module):
@@ -95,13 +93,13 @@ def install_gains(model: PreTrainedModel) -> None:
 
 
 def choose_plain_attention(model: PreTrainedModel) -> str:
-    """The attention that `vanilla` goes back to: the model's own, or, if that is shaped already, the one that transformers would choose."""
+    """The attention that `vanilla` restores: the model's own, or the default of transformers if that is shaped."""
     chosen = model.config._attn_implementation
     return chosen if chosen not in (None, NAME) else model.get_correct_attn_implementation(None)
 
 
 def find_width(module: nn.Module, model: PreTrainedModel) -> int:
-    """n, the features that queries are made of."""
+    """n, the input width of the queries."""
     projection = next((part for part in module.modules() if isinstance(part, nn.Linear)), None)
     return getattr(module, "config", model.config).hidden_size if projection is None else projection.in_features
 
@@ -113,7 +111,7 @@ def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def copy_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Those configs, replaced by copies: other models may be made of the ones that this model was made of."""
+    """Replaces the model's configs by copies and returns them: other models may share the originals."""
     before = list_configs(model)
     copies = dict(zip(map(id, before), copy.deepcopy(before), strict=True))
     for module in model.modules():
@@ -124,7 +122,7 @@ def copy_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def refuse_if_ignored(model: PreTrainedModel) -> None:
-    """An error for models with attention code of their own, where the choice would otherwise have no effect."""
+    """Refuses models with their own attention code, on which the attention interface has no effect."""
     own = sorted({type(module).__name__ for module in model.modules() if bypasses_interface(type(module))})
     if own or not find_self_attentions(model):
         raise ValueError(

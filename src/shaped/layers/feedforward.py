@@ -22,7 +22,7 @@ from shaped.randomness import Normals, Stream
 
 @dataclass(frozen=True)
 class ActivationDrift(Term):
-    """The drift that an activation brings. It has no noise."""
+    """The drift of an activation. It has no noise."""
 
     flow: Flow
 
@@ -148,7 +148,7 @@ class ShapedPerceptron(Shaped, Layer):
     The shaped ReLU $\sigma_s$ has slopes $1 + c_\pm/\sqrt{n}$; `activation` replaces it by another shaped activation.
 
     The paper writes $X' = \sigma_s(X)\sqrt{c/n}\,W$: the same stack, cut before the activation. Cut after it, as here, the
-    covariance alone determines the next one's law.
+    covariance determines the law of the next one.
     """
 
     c_plus: float = 0.0
@@ -180,7 +180,7 @@ def activation_gram(L: Factor, n: int, activation: Activation, stream: Stream) -
     r"""A draw of $\frac{c}{n} \sigma(h)\sigma(h)^\top$, $h = L Z$ with m x n normals Z: a hidden layer's Gram matrix."""
     batch, m, k = L.shape
     K = L.new_empty(m, m, batch).permute(2, 0, 1) if L.stride(0) == 1 else L.new_empty(batch, m, m)
-    # A few samples at a time, so that their features stay in the cache.
+    # A few samples at a time, so that their features fit into the CPU's cache.
     few = max(1, (2**16 if L.device.type == "cpu" else 2**26) // (m * n))
     for first in range(0, batch, few):
         part = L[first : first + few].contiguous()

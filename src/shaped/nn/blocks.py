@@ -15,7 +15,7 @@ from shaped.nn.activations import ShapedActivation
 from shaped.nn.modules import DEEPEST, Attend, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain, has_gains
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
-Some = Float[Tensor, "*batch k width"]  # of the tokens
+Some = Float[Tensor, "*batch k width"]  # k of the m tokens
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -55,7 +55,7 @@ class ShapedTransformerBlock(nn.Module):
 
     def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Some:
         """`places`, [batch, k]: the tokens to return; all of them by default. The feed-forward branch computes no others."""
-        # Gains keep their precision where the tokens have less.
+        # Gains may have a higher precision than the tokens; cast the sum back.
         x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)).to(x.dtype)
         x = x if places is None else gather_tokens(x, places)
         return (self.lam_feedforward * x + self.gamma_feedforward * self.feedforward(x)).to(x.dtype)
@@ -77,7 +77,7 @@ class LayerNormBlock(nn.Module):
             x = x + self.attention(self.norm_attention(x), attn_mask, attend)
             x = x if places is None else gather_tokens(x, places)
             return x + self.feedforward(self.norm_feedforward(x))
-        dtype = x.dtype  # under autocast norms are in single precision
+        dtype = x.dtype  # autocast computes norms in float32
         x = x + self.attention(x, attn_mask, attend)
         x = self.norm_attention(x if places is None else gather_tokens(x, places)).to(dtype)
         return self.norm_feedforward(x + self.feedforward(x)).to(dtype)
@@ -135,7 +135,7 @@ class ShapedDecoder(ShapedEncoder):
 
 
 def gains(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained numbers of a shaped model, by name: lambda, gamma, gamma1, gamma2, the activations' slopes."""
+    """The trained scalars of a shaped model, by name: lambda, gamma, gamma1, gamma2, the activations' slopes."""
     owners = (Shapeable, ShapedTransformerBlock)
     return {
         name: gain

@@ -1,7 +1,7 @@
 """Random networks of the theory with explicit weights, all of them iid N(0, 1), as the paper writes them.
 
 Tests check the weightless simulation against them. They compute the paper's equations and nothing else.
-Their last keyword arguments, `draw`, are those of `weights`.
+The keyword arguments `draw` go to `draw_weights`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RandomAttention(nn.Module):
         query, key, value = (
             (x @ weight * scale).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for weight in (self.query, self.key, self.value)
         )
-        # A shift that all keys share changes no row of the softmax. Without it, the rounding of A's row sums, times the keys' common part,
-        # drowns the query's gradient when the tokens collapse (Fig. gradients).
+        # Subtract the first key from all keys. This does not change the softmax, but keeps the query's gradient accurate: when tokens
+        # collapse, rounding errors of A's row sums times the keys' common part are larger than the gradient (Fig. gradients).
         key = key - key[..., :1, :]
         A = attention_matrix(query @ key.mT / self.tau, logit_bias(self.mask, x.shape[-2], x), self.gamma1, self.gamma2)
         mixed = (A @ value).transpose(-2, -3).flatten(-2)

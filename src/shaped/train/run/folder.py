@@ -20,7 +20,7 @@ LEFT = ("settings.toml", "metrics.jsonl", "checkpoints", "tensorboard", "diverge
 
 
 def record_settings(settings: Settings) -> dict[str, Any]:
-    """The settings by which a diverged run is known: those that affect what is computed, be it in its rounding alone."""
+    """The settings that identify a diverged run: those that affect the computation, including its rounding."""
     return settings.select_affecting("result", "speed")
 
 

@@ -141,7 +141,7 @@ class Settings:
             raise ValueError(f"warmup must be less than steps, {self.steps}, for a {self.decay} decay, got {self.warmup}")
 
     def learning_rate(self, step: int) -> float:
-        """That of the step with this number, from 0."""
+        """The learning rate of a step, counted from 0."""
         return compute_learning_rate(step, lr=self.lr, warmup=self.warmup, steps=self.steps, decay=self.decay)
 
     def select_affecting(self, *affects: str) -> dict[str, Any]:
