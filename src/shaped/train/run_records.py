@@ -107,7 +107,7 @@ def _read_folder(folder: Path, planned: Settings | None) -> RunRecord:
 
 
 def exists(path: Path) -> bool:
-    """True also for a dangling link, which is damage and not absence."""
+    """True also for a dangling link: it is a damaged file, not a missing one."""
     return os.path.lexists(path)
 
 
