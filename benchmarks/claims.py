@@ -22,7 +22,7 @@ from shaped.figures.harness.claims import HOLDS, Row, count, describe_verdicts
 from shaped.figures.harness.reproduce import FIGURES, TRAINED, load_page
 from shaped.figures.harness.style import apply_style
 from shaped.files import write_atomically, write_json
-from shaped.train.run.result import commit
+from shaped.train.run.result import find_commit
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md")
@@ -48,7 +48,7 @@ def collect(folders: list[Path]) -> None:
             if (folder / f"{id}.json").exists():
                 summary = read_summary(folder / f"{id}.json")
                 scale = "quick" if summary["scale"] == "quick" else "paper"
-                found[scale][id] = {name: value for name, value in summary.items() if name not in LEFT_OUT} | {"commit": commit()}
+                found[scale][id] = {name: value for name, value in summary.items() if name not in LEFT_OUT} | {"commit": find_commit()}
                 if scale == "paper":
                     draw(id, summary, read_arrays(folder / f"{id}.npz", summary))
     for scale, figures in found.items():

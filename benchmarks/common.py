@@ -15,7 +15,7 @@ import torch
 
 import shaped
 from shaped.files import write_json
-from shaped.train.run.result import commit
+from shaped.train.run.result import find_commit
 
 
 def median_seconds(work: Callable[[], object], *, repeats: int = 7, warmup: int = 1) -> float:
@@ -33,7 +33,7 @@ def median_seconds(work: Callable[[], object], *, repeats: int = 7, warmup: int 
 
 def environment() -> dict[str, Any]:
     return {
-        "commit": commit(),
+        "commit": find_commit(),
         "shaped": shaped.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

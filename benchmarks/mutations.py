@@ -2,7 +2,7 @@
 
     python benchmarks/mutations.py                      # every mutant of layers/, limit.py, finite.py and nn/functional.py
     python benchmarks/mutations.py --count 100 --seed 1 # a random sample
-    python benchmarks/mutations.py --files src/shaped/covariance.py --tests tests/test_covariance.py --out out/covariance.json
+    python benchmarks/mutations.py --files src/shaped/covariance.py --tests tests/core/test_covariance.py --out out/covariance.json
 
 One run of the unchanged package measures each test: its CPU time, and the functions that it calls. A mutant then runs the tests that call
 the changed function, the fastest first, until one fails. Tests longer than `--longest` are left out, mostly the statistical ones,
@@ -41,11 +41,11 @@ PACKAGE = ROOT / "src" / "shaped"
 FILES = ["src/shaped/layers", "src/shaped/limit.py", "src/shaped/finite.py", "src/shaped/nn/functional.py", "src/shaped/nn/activations"]
 TESTS = [
     "tests/layers",
-    "tests/test_limit.py",
-    "tests/test_finite.py",
-    "tests/test_stepping.py",
-    "tests/test_errors.py",
-    "tests/test_runs.py",
+    "tests/core/test_limit.py",
+    "tests/core/test_finite.py",
+    "tests/core/test_stepping.py",
+    "tests/core/test_errors.py",
+    "tests/core/test_runs.py",
     "tests/nn/test_functional.py",
     "tests/nn/test_modules.py",
 ]

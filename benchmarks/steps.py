@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shaped
-from shaped.checks import whole_numbers
+from shaped.checks import parse_whole_numbers
 from shaped.limit import default_steps
 from shaped.stepping import moments, standard_error
 
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/steps.json"))
     given = parser.parse_args()
-    settings = itertools.product(whole_numbers("tokens", given.tokens), (0.35, 0.5, 0.7), (0.25, 1.0), ("causal", None))
+    settings = itertools.product(parse_whole_numbers("tokens", given.tokens), (0.35, 0.5, 0.7), (0.25, 1.0), ("causal", None))
     table = Table("m", "gamma", "tau0", "mask", "steps", "mean of rho", "z", "spread", "z", "stopped", "z", "warned")
     rows = []
     for number, (m, gamma, tau0, mask) in enumerate(settings):

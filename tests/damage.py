@@ -212,7 +212,7 @@ def judge(found: Outcome, right: Outcome) -> str:
 
 
 def main() -> None:
-    from train.damaged_runs import Place
+    from train.run.damaged_runs import Place
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)

@@ -2,7 +2,7 @@
 
 from shaped import interrupts
 
-interrupts.while_loading()
+interrupts.exit_on_interrupt()
 
 from shaped import nn as nn
 from shaped import workers as workers

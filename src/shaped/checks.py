@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-HUGE = 1e100  # beyond it squares leave the float range
-LARGEST = 2**53  # whole numbers that a float still has
-SINGLE = 1e30  # single precision still has it times a large feature
+HUGE = 1e100  # squares of larger numbers overflow
+LARGEST = 2**53  # floats represent every whole number up to this exactly
+SINGLE = 1e30  # its product with a large feature still fits into float32
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: float = LARGEST) -> int:
@@ -30,15 +30,15 @@ def whole_number(name: str, value: Any, least: int = 1, most: float = LARGEST) -
     return number
 
 
-def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+def parse_whole_numbers(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{name} must be whole numbers separated by commas, got {text!r}") from None
 
 
-def truth(name: str, value: Any) -> bool:
-    """The value, if it is True or False: what is only like one of them may be taken for either."""
+def check_bool(name: str, value: Any) -> bool:
+    """The value, if it is True or False. Other values that Python takes for booleans, such as 0, are refused."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}")
     return bool(value)
@@ -46,38 +46,38 @@ def truth(name: str, value: Any) -> bool:
 
 def in_range(name: str, value: Any, low: float, high: float) -> float:
     """The value as a float in [low, high]."""
-    if not low <= _float(name, value) <= high:
+    if not low <= _to_float(name, value) <= high:
         raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value}")
     return float(value)
 
 
 def positive(name: str, value: Any, most: float = HUGE) -> float:
     """The value as a float in [1/most, most]."""
-    number = _float(name, value)
+    number = _to_float(name, value)
     if not 1.0 / most <= number <= most:
-        raise ValueError(f"{name} must be positive and finite{_range(number, f'in [{1.0 / most:g}, {most:g}]')}, got {value}")
+        raise ValueError(f"{name} must be positive and finite{_describe_range(number, f'in [{1.0 / most:g}, {most:g}]')}, got {value}")
     return number
 
 
 def finite(name: str, value: Any, most: float = HUGE) -> float:
     """The value as a float in [-most, most]."""
-    number = _float(name, value)
+    number = _to_float(name, value)
     if not abs(number) <= most:
-        raise ValueError(f"{name} must be finite{_range(number, f'in [{-most:g}, {most:g}]')}, got {value}")
+        raise ValueError(f"{name} must be finite{_describe_range(number, f'in [{-most:g}, {most:g}]')}, got {value}")
     return number
 
 
-def _range(number: float, bounds: str) -> str:
-    """The bounds, for a number that is refused although it is a positive or a finite one."""
+def _describe_range(number: float, bounds: str) -> str:
+    """The bounds as text, for the error about a finite number that is out of bounds; empty for 0, inf and nan."""
     return f" and {bounds}" if 0.0 < abs(number) < float("inf") else ""
 
 
-def slope(name: str, value: Any) -> float:
-    """The value as a float that single precision can square."""
+def check_slope(name: str, value: Any) -> float:
+    """The value as a float whose square fits into float32."""
     return in_range(name, value, -1e18, 1e18)
 
 
-def _float(name: str, value: Any) -> float:
+def _to_float(name: str, value: Any) -> float:
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -91,15 +91,17 @@ def as_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     try:
-        array = np.array(value)  # a copy: views that run backwards or cannot be written to are nothing for torch
+        array = np.array(value)  # a copy: torch refuses views with negative strides and read-only arrays
         return torch.from_numpy(array.astype(np.float64) if array.dtype == np.longdouble else array)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{name} must be numbers in the shape of a matrix, got {' '.join(repr(value).split())[:60]}") from None
 
 
-def usable(device: Any) -> torch.device:
-    """The device, if torch can compute and draw random numbers on it. What it raises depends on what is wrong: a name that it does not
-    know, a kind that it was not built for, none of that kind here, no generator for it."""
+def check_device(device: Any) -> torch.device:
+    """The device, if torch can compute and draw random numbers on it.
+
+    torch raises different errors for an unknown name, a kind it was not built for, a missing device and a missing generator.
+    """
     try:
         where = torch.device(device)
         torch.zeros(1, device=where).item()

@@ -1,4 +1,4 @@
-"""compare: distances between two laws, with standard errors and with the distances that two samples of one law would have."""
+"""compare: distances between two laws, with standard errors and with the distances expected between two samples of one law."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shaped.checks import whole_number
 from shaped.covariance import correlation
-from shaped.intervals import share_text
+from shaped.intervals import format_share
 from shaped.trajectory import Trajectory
 
 Statistic = Callable[[Float[Tensor, "sample m m"]], Float[Tensor, "sample *number"]]
@@ -39,7 +39,7 @@ def find_statistic(name: str, pair: tuple[int, int] | None, m: int) -> Statistic
 
 
 def select_statistics(given: Any, pair: tuple[int, int] | None, m: int) -> dict[str, Statistic]:
-    """Functions by name, from names, a name, functions by name, or None for the default."""
+    """The statistics as functions by name. `given` is a name, names, functions by name, or None for the default."""
     if given is None:
         given = ("rho", "V", "logdet", "eigmax") if m > 1 else ("variance",)
     if isinstance(given, str):
@@ -77,7 +77,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distances between two trajectories, by statistic, over the paths that have not stopped by then."""
+    """Distances between two trajectories at one time, by statistic, over the paths that have not stopped before it."""
 
     ks: dict[str, Distance]
     wasserstein: dict[str, Distance]
@@ -85,7 +85,7 @@ class Comparison:
     samples: tuple[int, int]
 
     def __str__(self) -> str:
-        stopped = " and ".join(share_text(share, count) for share, count in zip(self.stopped, self.samples, strict=True))
+        stopped = " and ".join(format_share(share, count) for share, count in zip(self.stopped, self.samples, strict=True))
         lines = [f"{self.samples[0]} and {self.samples[1]} paths; stopped: {stopped}"]
         for name in self.ks:
             lines += [f"{name:>10}  Kolmogorov-Smirnov  {self.ks[name]}", f"{'':>10}  Wasserstein         {self.wasserstein[name]}"]
@@ -135,7 +135,7 @@ def compare(
     if min(map(len, running)) < 2:
         raise ValueError(f"each trajectory must have at least 2 paths that did not stop, got {len(running[0])} and {len(running[1])}")
     rng = np.random.default_rng(seed)
-    # Values that differ by rounding alone count as equal: tokens that coincide, or a network that changes nothing.
+    # Values that differ only by rounding are set equal, such as those of coinciding tokens.
     rounding = max(torch.finfo(path.V.dtype).eps for path in (one, other)) ** 0.75
     ks, wasserstein = {}, {}
     for name, statistic in selected.items():
@@ -145,7 +145,7 @@ def compare(
         pooled = np.concatenate([x, y])
         if np.ptp(pooled) <= rounding * np.abs(pooled).max():
             x, y = np.full_like(x, pooled.flat[0]), np.full_like(y, pooled.flat[0])
-        ks[name], wasserstein[name] = distances(x, y, resamples, rng)
+        ks[name], wasserstein[name] = measure_distances(x, y, resamples, rng)
     stopped = [(path.V.shape[1] - len(rest)) / path.V.shape[1] for rest, path in zip(running, (one, other), strict=True)]
     return Comparison(ks, wasserstein, (stopped[0], stopped[1]), (one.V.shape[1], other.V.shape[1]))
 
@@ -171,7 +171,7 @@ def _evaluate(name: str, statistic: Statistic, V: Tensor) -> Sample:
     return found.double().reshape(len(V), -1).cpu().numpy()
 
 
-def distances(x: Sample, y: Sample, resamples: int, rng: np.random.Generator) -> tuple[Distance, Distance]:
+def measure_distances(x: Sample, y: Sample, resamples: int, rng: np.random.Generator) -> tuple[Distance, Distance]:
     """Kolmogorov-Smirnov and Wasserstein-1 distances of two samples. Rows are independent; numbers in one row need not be."""
     pooled = np.concatenate([x, y])
     order = np.argsort(pooled, axis=None, kind="stable")

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from shaped.checks import as_tensor, finite, positive, usable, whole_number
+from shaped.checks import as_tensor, check_device, finite, positive, whole_number
 
 Matrix = Float[Tensor, "*batch m m"]
 
@@ -26,10 +26,10 @@ def gram(X: Float[Tensor, "*batch m n"]) -> Matrix:
 def correlation(V: Matrix) -> Matrix:
     r"""$\rho^{\alpha\beta} = V^{\alpha\beta} (V^{\alpha\alpha} V^{\beta\beta})^{-1/2}$ (Sec. 2), in [-1, 1].
 
-    A token of length zero points nowhere: its correlation with every other token is 0.
+    The correlation of a zero token with every other token is 0.
     """
     V = as_tensor("V", V)
-    if 0 not in V.shape[:-2]:  # of no paths there are no correlations
+    if 0 not in V.shape[:-2]:  # an empty batch has no matrix to check
         check_square(V, "V")
     inverse_length = V.diagonal(dim1=-2, dim2=-1).rsqrt()
     inverse_length = torch.where(inverse_length.isfinite(), inverse_length, 0.0)
@@ -53,7 +53,7 @@ def equicorrelated(
     least = -1.0 / (m - 1) if m > 1 else -1.0
     if not least <= rho <= 1.0:
         raise ValueError(f"rho must lie in [-1/(m-1), 1] = [{least:.4g}, 1] for m = {m} tokens, got {rho}")
-    where = usable(device)
+    where = check_device(device)
     try:
         V = torch.full((m, m), variance * rho, dtype=dtype, device=where)
     except (RuntimeError, TypeError):
@@ -62,19 +62,19 @@ def equicorrelated(
 
 
 # Up to this many tokens, sums of outer products over the whole batch beat batched BLAS and LAPACK on the CPU: twofold at 4 tokens
-# where the samples lie next to each other in memory (`batch_innermost`), as the solver keeps them.
+# where the samples lie next to each other in memory (`make_batch_innermost`), as the solver keeps them.
 FEW = 7
-SMALL = 1024  # numbers in a batch below which one call to BLAS beats the loop's many
+SMALL = 1024  # entries; for smaller batches one BLAS call is faster than the loop over columns
 
 
-def batch_innermost(V: Shaped[Tensor, "batch m k"]) -> Shaped[Tensor, "batch m k"]:
-    """The same tensor, with the samples next to each other in memory; element-wise results keep that order."""
+def make_batch_innermost(V: Shaped[Tensor, "batch m k"]) -> Shaped[Tensor, "batch m k"]:
+    """The same tensor, with the batch as its innermost dimension in memory. Element-wise operations keep that layout."""
     return V.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
-def laid_out_like(V: Shaped[Tensor, "batch m k"], like: Shaped[Tensor, "batch _ _"]) -> Shaped[Tensor, "batch m k"]:
-    """The same tensor, with the samples where `like` has them in memory: mixing the two orders is slow."""
-    return batch_innermost(V) if like.stride(0) == 1 else V.contiguous()
+def match_layout(V: Shaped[Tensor, "batch m k"], like: Shaped[Tensor, "batch _ _"]) -> Shaped[Tensor, "batch m k"]:
+    """The same tensor in the memory layout of `like`. Operations on two different layouts are slow."""
+    return make_batch_innermost(V) if like.stride(0) == 1 else V.contiguous()
 
 
 def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) -> Float[Tensor, "*batch m l"]:
@@ -134,8 +134,8 @@ def weighted_mean(P: Float[Tensor, "#rows m"], N: Float[Tensor, "*batch rows m"]
 def factor(V: Matrix) -> Matrix:
     """Some L with L Lᵀ = V to rounding, for any positive semi-definite V, also when tokens coincide.
 
-    It is the Cholesky factor, with pivots raised to a few units in the last place of the token's variance: the rounding
-    errors in V are that large. A matrix that is not finite gets a factor that is not finite.
+    It is the Cholesky factor. Pivots are raised to a few units in the last place of the token's variance, which is the size of the
+    rounding errors in V. A matrix that is not finite gets a factor that is not finite.
     """
     unit = 4 * V.shape[-1] * torch.finfo(V.dtype).eps
     if not _is_for_blas(V):
@@ -171,7 +171,7 @@ def eigen_factor(V: Matrix) -> Matrix:
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A point of the positive cone, known by its matrix or by a factor; the other is computed when first asked for."""
+    """A covariance, given by its matrix or by a factor. The other one is computed on first use and cached."""
 
     matrix: Matrix | None = None
     root: Matrix | None = None
@@ -189,7 +189,7 @@ class Point:
         return self.root if self.root is not None else factor(self.V)
 
 
-def symmetrised(V: Matrix) -> Matrix:
+def symmetrise(V: Matrix) -> Matrix:
     return V / 2 + V.mT / 2
 
 
@@ -218,10 +218,10 @@ def check_covariance(V: Tensor, name: str = "V0") -> None:
     if not V.isfinite().all():
         worst = V[~V.isfinite()][0].item()
         raise ValueError(f"{name} must be finite, got an entry {worst}")
-    # Rounding of single-precision input is forgiven in double precision too: people pass X Xᵀ / n of float32 tokens.
+    # The tolerance is that of float32 for float64 too: people convert X Xᵀ / n of float32 tokens to float64.
     skew = (V - V.mT).abs().amax((-2, -1))
     if (skew > 1e-6 * V.abs().amax((-2, -1))).any():
         raise ValueError(f"{name} must be symmetric, got entries that differ by {skew.max().item():.3g} across the diagonal")
-    least = torch.linalg.eigvalsh(symmetrised(V))[..., 0]
+    least = torch.linalg.eigvalsh(symmetrise(V))[..., 0]
     if (least < -1e-6 * V.diagonal(dim1=-2, dim2=-1).abs().sum(-1)).any():
         raise ValueError(f"{name} must be positive semi-definite, got an eigenvalue {least.min().item():.3g}")

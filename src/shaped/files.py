@@ -1,4 +1,4 @@
-"""Folders, files that are written whole or not at all, and readers of files that may hold anything."""
+"""Folders, atomic writes, and readers that check what they read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import IO, Any
 
 import numpy as np
 
-LARGEST = 1 << 30  # bytes of a text file that is read as a whole
-SEAL = "seal"  # the entry of a JSON object that has the hash of all others
+LARGEST = 1 << 30  # bytes; larger text files are refused
+SEAL = "seal"  # the entry of a JSON object that holds the hash of the other entries
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Calls `write` with an open file that becomes `path` only once it is complete; an interrupted run leaves nothing behind."""
+    """Calls `write` with a temporary file and renames it to `path` when it is complete. An interrupted run leaves no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -30,7 +30,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        usual_mode(Path(name))  # mkstemp makes files that only their owner can read
+        set_usual_mode(Path(name))  # mkstemp makes files that only their owner can read
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -38,7 +38,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def make_folder(path: Path, name: str = "out") -> None:
-    """Makes the folder that an argument of this name asks for, unless there is one."""
+    """Creates the folder if it is missing. `name` is the argument that an error names."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -46,15 +46,15 @@ def make_folder(path: Path, name: str = "out") -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, a folder with all that is in it, or nothing; of what is somewhere else, the link."""
+    """Removes a file or a folder with its content, if there is one. Removes a link, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def usual_mode(path: Path) -> None:
-    """Who may read and write a file is as with any new one."""
+def set_usual_mode(path: Path) -> None:
+    """Gives a file the mode of a newly created file: 0o666 without the umask."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
@@ -62,12 +62,12 @@ def usual_mode(path: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[io.BufferedReader]:
-    """Opens a file to read it. Anything but a regular file is refused: a pipe may never answer and a device may never end.
+    """Opens a regular file for reading. Pipes and devices are refused: reading them may never end.
 
-    What cannot be opened is a ValueError, but a file that is not there stays a FileNotFoundError.
+    Raises FileNotFoundError for a missing file and ValueError for one that cannot be opened.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without O_NONBLOCK a pipe is waited for here
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without O_NONBLOCK this waits for the writer of a pipe
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
@@ -81,7 +81,7 @@ def open_regular(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """The text of a regular file of at most LARGEST bytes; a ValueError of one line if it is none."""
+    """The text of a regular file. Raises a ValueError if it is larger than LARGEST or no UTF-8."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > LARGEST:
@@ -99,32 +99,32 @@ def sha256(path: Path) -> str:
 
 
 def parse_json(name: str, text: str) -> Any:
-    """A JSON value without NaN, infinities or whole numbers of more than 64 bits, which Python would take."""
+    """Parses strict JSON: refuses NaN, infinities and integers of more than 64 bits, which Python accepts."""
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
+        return json.loads(text, parse_constant=_refuse, parse_float=_parse_float, parse_int=_parse_int)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} must be JSON, got what is not: {error}") from None
 
 
 def read_json(path: Path, /, **kinds: Any) -> dict[str, Any]:
-    """The object in a file, with at least these entries of these types; a ValueError of one line says what is wrong with it.
+    """The JSON object in a file. Raises a ValueError if an entry of `kinds` is missing or has another type.
 
-    Where `write_sealed` wrote the file, its hash is checked. The seal is not among the entries.
+    Checks the hash if `write_sealed` wrote the file. The seal is not returned.
     """
-    value = entries(str(path), parse_json(str(path), read_text(path)))
-    return entries(str(path), _unsealed(path, value) if SEAL in value else value, **kinds)
+    value = check_entries(str(path), parse_json(str(path), read_text(path)))
+    return check_entries(str(path), _check_seal(path, value) if SEAL in value else value, **kinds)
 
 
 def read_sealed(path: Path, /, **kinds: Any) -> dict[str, Any]:
-    """The same of a file that `write_sealed` wrote: one without a seal is refused."""
-    value = entries(str(path), parse_json(str(path), read_text(path)))
+    """Like `read_json`, but refuses a file without a seal."""
+    value = check_entries(str(path), parse_json(str(path), read_text(path)))
     if SEAL not in value:
         raise ValueError(f"{path} must have the entry {SEAL!r} that it was written with, got none")
-    return entries(str(path), _unsealed(path, value), **kinds)
+    return check_entries(str(path), _check_seal(path, value), **kinds)
 
 
-def entries(name: str, value: Any, /, **kinds: Any) -> dict[str, Any]:
-    """The value, if it is an object with these entries of these types. A whole number is a number; true and false are none."""
+def check_entries(name: str, value: Any, /, **kinds: Any) -> dict[str, Any]:
+    """The value, if it is an object with entries of these types. An int is accepted for float; a bool is not a number."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object, got {value!r:.60}")
     for key, kind in kinds.items():
@@ -139,20 +139,20 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes an object with its hash, by which `read_json` knows whether it was damaged."""
+    """Writes an object with its hash, so that `read_json` detects damage."""
     plain = json.loads(json.dumps(value, allow_nan=False))
-    write_json(path, plain | {SEAL: _seal(plain)})
+    write_json(path, plain | {SEAL: _hash(plain)})
 
 
-def _unsealed(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """The other entries, if the seal is their hash."""
+def _check_seal(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    """The entries without the seal. Raises a ValueError if the seal is not their hash."""
     others = {key: entry for key, entry in value.items() if key != SEAL}
-    if value[SEAL] != _seal(others):
+    if value[SEAL] != _hash(others):
         raise ValueError(f"{path} must be as it was written, got another content than its seal says")
     return others
 
 
-def _seal(value: dict[str, Any]) -> str:
+def _hash(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -160,12 +160,12 @@ def _refuse(word: str) -> float:
     raise ValueError(f"{word} is no number of JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     number = float(text)
     return number if math.isfinite(number) else _refuse(f"{text:.40}")
 
 
-def _whole(text: str) -> int:
+def _parse_int(text: str) -> int:
     number = int(text)
     if number.bit_length() > 63:
         raise ValueError(f"a whole number must have at most 64 bits, got {text:.40}")
@@ -173,7 +173,7 @@ def _whole(text: str) -> int:
 
 
 def read_array(path: Path, name: str, most: int) -> np.ndarray:
-    """The array of at most so many numbers in a .npy file that the argument of this name asks for."""
+    """The array in a .npy file, with at most `most` numbers. `name` is the argument that an error names."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

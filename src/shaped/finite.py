@@ -1,4 +1,4 @@
-"""propagate: random networks of finite width, exactly in law, without their weights."""
+"""propagate: random networks of finite width, exact in law, drawn without their weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATHS = ("auto", "gram", "tokens")
 
 @dataclass(frozen=True, eq=False)
 class GramSteps(engine.PointProcess):
-    """The chain of covariances: attention then costs nothing in n, a feed-forward layer m·n normals."""
+    """The Markov chain of covariances. The cost of attention does not depend on n; a feed-forward layer draws m·n normals."""
 
     kind: ClassVar[str] = "gram"
     layer: Layer
@@ -35,17 +35,17 @@ class GramSteps(engine.PointProcess):
 
 @dataclass(frozen=True, eq=False)
 class TokenSteps(engine.Process[Tensor]):
-    """The chain of tokens, [batch, m, n], for layers that look at single features."""
+    """The Markov chain of tokens, [batch, m, n], for layers that use single features."""
 
     kind: ClassVar[str] = "tokens"
     layer: Layer
     sizes: Sizes
 
     def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> Tensor:
-        """Tokens with covariance V0 in a direction that is uniformly distributed, since V0 does not give one."""
+        """Tokens with covariance V0. V0 determines them up to a rotation of the features, which is drawn uniformly."""
         m, n = V0.shape[-1], self.sizes.n
         Q, R = torch.linalg.qr(stream.normal(len(V0), n, m))
-        directions = Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # LAPACK's choice of signs is not uniform
+        directions = Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # without this the signs of Q are LAPACK's choice, not uniform
         return math.sqrt(n) * factor(V0).contiguous() @ directions.mT
 
     def step(self, state: Tensor, stream: Stream) -> tuple[Tensor, None]:
@@ -57,7 +57,7 @@ class TokenSteps(engine.Process[Tensor]):
     def select(self, choice: Bool[Tensor, " batch"], yes: Tensor, no: Tensor) -> Tensor:
         return torch.where(choice[:, None, None], yes, no)
 
-    def entries(self, m: int) -> int:
+    def count_entries(self, m: int) -> int:
         return m * self.sizes.n
 
 

@@ -1,6 +1,6 @@
-"""Ctrl-C while the command `shaped` loads, which takes seconds: one line in place of a traceback.
+"""Ctrl-C while the command `shaped` loads, which takes seconds: prints one line, not a traceback.
 
-A program that imports the library is left alone.
+Programs that import the library keep their signal handlers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def is_command() -> bool:
 
 
 def leave_at_once(*_: Any) -> None:
-    # An exception would not do: what is raised while a C extension loads, or in a callback, may be swallowed.
+    # Not an exception: it may be swallowed while a C extension loads, or in a callback.
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{MESSAGE}\n".encode())
     os._exit(INTERRUPTED)
 
 
-def while_loading() -> None:
-    """From now on Ctrl-C ends the command at once; there is nothing yet to clean up."""
+def exit_on_interrupt() -> None:
+    """Makes Ctrl-C exit at once. There is nothing to clean up yet."""
     ours = is_command() and threading.current_thread() is threading.main_thread()
     if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_at_once)
 
 
-def loaded() -> None:
-    """From now on Ctrl-C is an exception, so that what runs can clean up."""
+def restore_interrupts() -> None:
+    """Makes Ctrl-C raise KeyboardInterrupt again, so that running code can clean up."""
     if signal.getsignal(signal.SIGINT) is leave_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,16 +1,16 @@
-"""Intervals of what is counted."""
+"""Confidence intervals of shares."""
 
 from __future__ import annotations
 
 import math
 
-Z = 1.959964  # of 95 %
+Z = 1.959964  # normal quantile of a 95 % interval
 
 
 def share_interval(happened: int, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of the chance of something that happened so often in `count` independent trials.
+    """Wilson's 95 % interval of a probability, for an event that happened `happened` times in `count` independent trials.
 
-    It has a width also where it happened never, or always.
+    Its width is positive even if the event happened never or always.
     """
     share = happened / count
     centre, spread = share + Z**2 / (2 * count), Z * math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)
@@ -18,7 +18,7 @@ def share_interval(happened: int, count: int) -> tuple[float, float]:
     return (max(0.0, low) if happened else 0.0), (min(1.0, high) if happened < count else 1.0)
 
 
-def share_text(share: float, count: int) -> str:
-    """A share of so many trials with its interval, such as "0.073 % (0.025 to 0.215)"."""
+def format_share(share: float, count: int) -> str:
+    """A share of `count` trials with its interval as text, such as "0.073 % (0.025 to 0.215)"."""
     low, high = share_interval(round(share * count), count)
     return f"{100 * share:.3f} % ({100 * low:.3f} to {100 * high:.3f})"

@@ -1,4 +1,4 @@
-"""solve: the covariance SDE of a layer, by steps that cannot leave the positive cone."""
+"""solve: the covariance SDE of a layer, with steps that stay positive semi-definite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shaped import engine
 from shaped.checks import as_tensor, positive, whole_number
-from shaped.covariance import Point, laid_out_like
+from shaped.covariance import Point, match_layout
 from shaped.layers.base import Layer, check_layer
 from shaped.layers.terms import Term, WeightNoise
 from shaped.randomness import Normals, Recorded, Summed
@@ -27,7 +27,7 @@ Paths = Bool[Tensor, " batch"]
 
 @dataclass(frozen=True, eq=False)
 class ConeSteps(engine.PointProcess):
-    """Each term moves in turn (Lie splitting, weak order 1); no move can leave the positive cone."""
+    """Lie splitting, weak order 1: the terms move one after another. Every move stays positive semi-definite."""
 
     kind: ClassVar[str] = "cone"
     terms: tuple[Term, ...]
@@ -41,7 +41,7 @@ class ConeSteps(engine.PointProcess):
 
 @dataclass(frozen=True, eq=False)
 class EulerSteps(engine.PointProcess):
-    """Euler-Maruyama, V + h b(V) + sqrt(h) Sigma(V)^{1/2} xi, projected onto the cone where it left it. For comparison."""
+    """Euler-Maruyama, V + h b(V) + sqrt(h) Sigma(V)^{1/2} xi, projected back onto the cone if it left it. For comparison."""
 
     kind: ClassVar[str] = "euler"
     terms: tuple[Term, ...]
@@ -60,7 +60,7 @@ class EulerSteps(engine.PointProcess):
 
 
 def eigenvalues(V: Float[Tensor, "batch m m"]) -> tuple[Float[Tensor, "batch m"], Float[Tensor, "batch m m"], Paths]:
-    """Eigenvalues, eigenvectors, and of which paths there are any: V may be not finite, and LAPACK may fail on one path of many."""
+    """Eigenvalues, eigenvectors, and a flag for each path that is False if V is not finite or LAPACK fails on it."""
     finite = V.isfinite().all(-1).all(-1)
     V = torch.where(finite[:, None, None], V, 0.0)
     try:
@@ -75,7 +75,7 @@ def eigenvalues(V: Float[Tensor, "batch m m"]) -> tuple[Float[Tensor, "batch m"]
 
 @dataclass(frozen=True, eq=False)
 class HalvedSteps(engine.PointProcess):
-    """Pairs of paths, driven by the same noise as far as it can be: one takes a step, the other two of half the length."""
+    """Pairs of paths that share their noise where possible. One path takes a step, the other takes two half steps."""
 
     kind: ClassVar[str] = "halved"
     together: ClassVar[int] = 2
@@ -85,18 +85,20 @@ class HalvedSteps(engine.PointProcess):
 
     def step(self, state: Point, stream: Normals) -> tuple[Point, None]:
         one, other = Recorded(stream), Recorded(stream)
-        middle, _ = self.half.step(Point(matrix=laid_out_like(state.V[1::2], state.V)), one)
+        middle, _ = self.half.step(Point(matrix=match_layout(state.V[1::2], state.V)), one)
         fine, _ = self.half.step(middle, other)
-        coarse, _ = self.whole.step(Point(matrix=laid_out_like(state.V[::2], state.V)), Summed(stream, one, other))
+        coarse, _ = self.whole.step(Point(matrix=match_layout(state.V[::2], state.V)), Summed(stream, one, other))
         V = torch.empty_like(state.V)
         V[::2] = coarse.V
-        V[1::2] = torch.where(self.bounds.crossed(middle.V)[:, None, None], middle.V, fine.V)  # who stops half way has stopped
+        V[1::2] = torch.where(
+            self.bounds.crossed(middle.V)[:, None, None], middle.V, fine.V
+        )  # a path that crosses a bound at half time stops there
         return Point(matrix=V), None
 
 
 MOST_STEPS = 10**9
-MOST_PARTS = 1000  # in which the weights' noise may take a step
-COARSEST = 0.01  # the longest step that is taken by default
+MOST_PARTS = 1000  # of one step of the weights' noise
+COARSEST = 0.01  # the longest default step
 METHODS: dict[str, type[ConeSteps | EulerSteps]] = {"cone": ConeSteps, "euler": EulerSteps}
 
 
@@ -185,7 +187,7 @@ def solve(
 
 
 def default_steps(layer: Layer, m: int, T: float) -> int:
-    """As many as make a step at most 0.01, and less where the layer's terms want that with m tokens, down to 0.01/16."""
+    """The number of steps of at most 0.01. Steps are shorter, down to 0.01/16, if a term of the layer needs that with m tokens."""
     longest = max(COARSEST / 16, min(COARSEST, *(term.longest(m) for term in layer.terms)))
     if T / longest > MOST_STEPS:
         raise ValueError(f"T must be at most {MOST_STEPS * longest:g}, {MOST_STEPS} steps, got {T:g}")

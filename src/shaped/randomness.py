@@ -1,4 +1,4 @@
-"""Streams of random numbers: one for each block of samples, so that results do not depend on how the work was cut."""
+"""Random streams, one for each block of samples, so that results do not depend on how blocks are distributed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Normals(ABC):
     def normal(self, *shape: int) -> Tensor:
         """Standard normal numbers."""
 
-    def apart(self) -> Normals:
-        """A source for what only some samples need: it has nothing to do with what the others draw."""
+    def fork(self) -> Normals:
+        """An independent source for draws that only some samples need. Forking leaves the draws of the other samples unchanged."""
         return self
 
     def square(self, L: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch k k"]:
-        """Square matrices for a product with L from the right."""
+        """Square matrices G of normals for products L G."""
         return self.matrices(L, L.shape[-1], L.shape[-1])
 
     def matrices(self, like: Float[Tensor, "*batch _ _"], rows: int, columns: int) -> Float[Tensor, "*batch {rows} {columns}"]:
-        """Matrices of normals, one for each sample of `like`, with the samples where `like` has them in memory."""
+        """Matrices of normals, one for each sample of `like`, in the memory layout of `like`."""
         if like.ndim == 3 and like.stride(0) == 1:
             return self.normal(rows, columns, len(like)).permute(2, 0, 1)
         return self.normal(*like.shape[:-2], rows, columns)
 
     def triangles(self, like: Float[Tensor, "batch _ _"], size: int) -> Float[Tensor, "batch {size} {size}"]:
-        """Lower triangular matrices of normals, one for each sample of `like`, with the samples where `like` has them in memory."""
+        """Lower triangular matrices of normals, one for each sample of `like`, in the memory layout of `like`."""
         below = torch.tril_indices(size, size, device=like.device)
         T = like.new_zeros(size * size, len(like))
         T.index_copy_(0, size * below[0] + below[1], self.normal(below.shape[1], len(like)))
@@ -53,21 +53,21 @@ class GeneratorNormals(Normals):
 
 
 class Recorded(Normals):
-    """The normals of a source, which are kept in the order in which they were drawn."""
+    """Draws from a source and records the draws in order."""
 
     def __init__(self, source: Normals):
         self._source, self.drawn = source, list[Tensor]()
 
     def normal(self, *shape: int) -> Tensor:
         self.drawn.append(self._source.normal(*shape))
-        return self.drawn[-1].clone()  # who draws may compute in place
+        return self.drawn[-1].clone()  # callers may write to it in place
 
-    def apart(self) -> Normals:
+    def fork(self) -> Normals:
         return self._source
 
 
 class Summed(Normals):
-    """The normals of a whole step, from those of its two halves: (one + other)/sqrt(2) for each that both drew, else new ones."""
+    """The normals of a whole step from those of its two halves: (one + other)/sqrt(2). New ones where the halves' shapes differ."""
 
     def __init__(self, source: Normals, one: Recorded, other: Recorded):
         self._source, self._halves = source, list(zip(one.drawn, other.drawn, strict=False))
@@ -78,23 +78,22 @@ class Summed(Normals):
             return (one + other).mul_(math.sqrt(0.5))
         return self._source.normal(*shape)
 
-    def apart(self) -> Normals:
+    def fork(self) -> Normals:
         return self._source
 
 
 class Stream(Normals):
-    """The random numbers of one block of samples: a function of the seed, the block's number, the kind of process and
-    of device, and the precision alone.
+    """The random numbers of one block of samples. They depend only on the seed, the block's number, the kind of process, the kind of
+    device and the dtype.
 
-    On the CPU numpy draws in double precision and torch in single precision: each takes half the other's time there
-    (benchmarks/limit.py, benchmarks/finite.py). torch's CPU generator keeps only 32 bits of a seed, so blocks get consecutive ones:
-    no two blocks of a run share theirs.
+    On the CPU numpy draws float64 and torch draws float32, each twice as fast as the other (benchmarks/limit.py, benchmarks/finite.py).
+    torch's CPU generator keeps only 32 bits of a seed. So blocks get consecutive seeds, and no two blocks of a run share one.
     """
 
     def __init__(self, seed: int, block: int, *, kind: str = "", dtype: torch.dtype, device: torch.device):
-        self._make_apart = lambda: Stream(seed, block, kind=f"{kind}, apart", dtype=dtype, device=device)
-        self._apart: Stream | None = None
-        salt = zlib.crc32(kind.encode())  # the same seed gives the SDE and the network numbers that have nothing to do with each other
+        self._make_fork = lambda: Stream(seed, block, kind=f"{kind}, apart", dtype=dtype, device=device)
+        self._forked: Stream | None = None
+        salt = zlib.crc32(kind.encode())  # SDE and network get independent numbers from the same seed
         sequence = np.random.SeedSequence(seed, spawn_key=(salt, block))
         self._dtype, self._device = dtype, device
         self._numpy = np.random.Generator(np.random.SFC64(sequence))
@@ -105,9 +104,9 @@ class Stream(Normals):
         else:
             self._torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)  # torch takes seeds below 2^63
 
-    def apart(self) -> Normals:
-        self._apart = self._apart or self._make_apart()
-        return self._apart
+    def fork(self) -> Normals:
+        self._forked = self._forked or self._make_fork()
+        return self._forked
 
     def normal(self, *shape: int) -> Tensor:
         if self._device.type == "cpu" and self._dtype == torch.float64:
@@ -115,10 +114,10 @@ class Stream(Normals):
         return torch.randn(shape, generator=self._torch, dtype=self._dtype, device=self._device)
 
     def bartlett(self, like: Float[Tensor, "batch _ _"], size: int, degrees: int) -> Float[Tensor, "batch {size} root"]:
-        """T with T Tᵀ ~ Wishart(I, degrees): the law of Z Zᵀ for a size x degrees matrix Z of normals, at a cost without `degrees`.
+        """T with T Tᵀ ~ Wishart(I, degrees), the law of Z Zᵀ for a size x degrees matrix Z of normals, at a cost independent of `degrees`.
 
         Bartlett's lower triangular T: normals below the diagonal, on it the roots of chi-squared numbers with `degrees`,
-        `degrees` - 1, … degrees of freedom. For fewer degrees than rows it is Z itself, which is smaller then.
+        `degrees` - 1, … degrees of freedom. For fewer degrees than rows it returns Z, which is then smaller.
         """
         if degrees < size:
             return self.matrices(like, size, degrees)

@@ -1,4 +1,4 @@
-"""What the solver's step does to the law: an estimate, and a warning where it is more than the sampling error."""
+"""Estimates the error that the solver's step causes in the law. Warns if it exceeds the sampling error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from shaped.covariance import correlation
 from shaped.trajectory import Trajectory
 
-PAIRS = 16  # the fewest pairs of paths that an estimate is made of
+PAIRS = 16  # the smallest number of pairs of paths for an estimate
 WORDS = {
     "rho_mean": "the mean of rho",
     "rho_spread": "the spread of rho",
@@ -23,19 +23,19 @@ WORDS = {
     "stopped_share": "the share of stopped paths",
 }
 ORDER = dict.fromkeys(WORDS, 1.0) | {"stopped_share": 0.5}
-"""How the error goes with the step. Of the paths that cross a bound, those that come back within a step are missed: sqrt(h)."""
+"""The order of the error in the step h. Stopping has order 1/2: a path that crosses a bound and returns within one step is missed."""
 
 
 class StepWarning(UserWarning):
-    """The solver's step is seen in the law."""
+    """The solver's step changes the law by more than the sampling error."""
 
 
 @dataclass(frozen=True)
 class StepEffect:
-    """What halving the solver's step changes at the horizon, each with its standard error; None where there is no such number.
+    """The change of each number at the horizon when the step is halved, with its standard error. None if the number does not exist.
 
-    To first order in the step, the solver's whole error is twice that, with the other sign. In the share of paths that stop at a bound,
-    which goes with the root of the step, it is 3.4 times that.
+    To first order in the step, the solver's error is twice the change, with the opposite sign. The share of stopped paths has order 1/2:
+    there the error is 3.4 times the change.
     """
 
     rho_mean: tuple[float, float] | None
@@ -60,16 +60,16 @@ class StepEffect:
             found[name] = after - before, standard_error(other - influence)
         pairs = len(running) // 2
         change, error = found["stopped_share"]
-        found["stopped_share"] = change, max(error, 1.0 / pairs)  # where no pair differs, one in so many still might
+        found["stopped_share"] = change, max(error, 1.0 / pairs)  # if no pair differs, the error is not 0: use one pair
         return cls(**found, pairs=pairs)
 
 
 def warn_of_step(effect: StepEffect, paths: Trajectory, steps: int) -> None:
-    """Warns where the step's error is, beyond doubt (3 standard errors), more than the sampling error of the paths."""
+    """Warns if the step's error exceeds the sampling error of the paths by 3 standard errors of the estimate."""
     told, more = [], 1.0
     for name, (_, influence) in moments(paths.V[-1], paths.stopped > paths.t[-1]).items():
         change, doubt = getattr(effect, name) or (0.0, math.inf)
-        noise = standard_error(influence) or 1.0 / len(influence)  # nothing stopped, or everything
+        noise = standard_error(influence) or 1.0 / len(influence)  # no path stopped, or all did
         whole = 1.0 / (1.0 - 0.5 ** ORDER[name])  # the step's error, in units of what halving it changes
         if whole * (abs(change) - 3.0 * doubt) > noise:
             told.append(f"{WORDS[name]} by {change:+.2g} ± {doubt:.1g} (sampling error {noise:.1g})")
@@ -84,7 +84,7 @@ def warn_of_step(effect: StepEffect, paths: Trajectory, steps: int) -> None:
 
 
 def moments(V: Float[Tensor, "sample m m"], running: Bool[Tensor, " sample"]) -> dict[str, tuple[float, Float[Tensor, " sample"]]]:
-    """The law's numbers, and how much each path moves each of them: the influence, whose standard error is the number's."""
+    """The numbers of the law, each with its influence function: one value a path, whose standard error is that of the number."""
     running = running.double()
     share = running.mean()
     found = {"stopped_share": (1.0 - share.item(), share - running)}

@@ -17,7 +17,7 @@ from shaped.intervals import share_interval
 class Trajectory:
     """Sampled paths of the covariance.
 
-    A path that stops keeps the state it stopped in, so that every number here is finite.
+    A stopped path keeps its last state, so every number here is finite.
     """
 
     t: Float[Tensor, " time"]
@@ -25,7 +25,7 @@ class Trajectory:
     stopped: Float[Tensor, " sample"]
     """Time at which each path stopped; inf where it never did."""
     info: dict[str, Any] = field(default_factory=dict)
-    """How the paths were made: method, seed, counts of what happened on the way, and what the solver's step does (`StepEffect`)."""
+    """Facts of the simulation: method, seed, counts of events, and the effect of the solver's step (`StepEffect`)."""
 
     @cached_property
     def rho(self) -> Float[Tensor, "time sample m m"]:

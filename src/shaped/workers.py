@@ -20,9 +20,9 @@ from shaped.checks import whole_number
 
 
 class LocalWorkers(Executor):
-    """A pool of processes that is made anew when one of them dies, so that lost work can be handed in again.
+    """A pool of processes. It is created anew if one of them dies, so that lost work can be submitted again.
 
-    The processes import the script that makes them: what it does must stand under `if __name__ == "__main__":`.
+    The processes import the main script. Its code must be under `if __name__ == "__main__":`.
     """
 
     def __init__(self, workers: int):
@@ -30,16 +30,16 @@ class LocalWorkers(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         if self._pool is None:
-            self._pool = self._started()
-        with deaf_children():  # this may start a process
+            self._pool = self._start()
+        with shield_children():  # this may start a process
             try:
                 return self._pool.submit(fn, *args, **kwargs)
             except BrokenExecutor:
                 self._pool.shutdown(wait=False, cancel_futures=True)
-                self._pool = self._started()
+                self._pool = self._start()
                 return self._pool.submit(fn, *args, **kwargs)
 
-    def _started(self) -> ProcessPoolExecutor:
+    def _start(self) -> ProcessPoolExecutor:
         # Spawned, not forked: torch's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(self._workers, mp_context=context, initializer=_begin_work)
@@ -50,7 +50,7 @@ class LocalWorkers(Executor):
             self._pool = None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """After an error or Ctrl-C nobody waits for the work that is under way."""
+        """Terminates the processes after an error or Ctrl-C; else waits for their work."""
         pool, self._pool = self._pool, None
         if pool is None:
             return
@@ -59,7 +59,7 @@ class LocalWorkers(Executor):
             return
         processes = list((pool._processes or {}).values())
         pool.shutdown(wait=False, cancel_futures=True)
-        # The pool's thread must have dropped what is cancelled before it finds the processes gone: it would print a traceback.
+        # Terminate only after the pool's thread has dropped the cancelled futures. It prints a traceback otherwise.
         patience = time.monotonic() + 1.0
         while pool._cancel_pending_futures and time.monotonic() < patience:
             time.sleep(0.01)
@@ -68,9 +68,9 @@ class LocalWorkers(Executor):
 
 
 @contextmanager
-def deaf_children() -> Iterator[None]:
-    """Processes that are started within it do not hear Ctrl-C, which a terminal sends to all: the one that made them ends them."""
-    resource_tracker.ensure_running()  # it would undo the mask where it is started within
+def shield_children() -> Iterator[None]:
+    """Blocks SIGINT in processes that are started inside. A terminal sends Ctrl-C to all processes; the parent ends its children."""
+    resource_tracker.ensure_running()  # started inside, it would reset the signal mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -79,7 +79,7 @@ def deaf_children() -> Iterator[None]:
 
 
 def _begin_work() -> None:
-    """In a new process: one thread, and an end when the process that made it ends, however it does: its queue would not tell of a kill."""
+    """Runs in a new process: one thread, and an exit when the parent ends. The pool's queue does not notice a killed parent."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -92,8 +92,8 @@ def _begin_work() -> None:
 
 
 @contextmanager
-def working_on(workers: int | None, scheduler: str | None) -> Iterator[Executor | None]:
-    """An executor for `--workers N` or `--scheduler ADDRESS`; None for this process alone."""
+def open_executor(workers: int | None, scheduler: str | None) -> Iterator[Executor | None]:
+    """An executor for `--workers N` or `--scheduler ADDRESS`; None without them, for this process."""
     if workers is not None and scheduler is not None:
         raise ValueError(f"workers and scheduler exclude each other, got {workers} and {scheduler!r}")
     if scheduler is not None:
@@ -108,7 +108,7 @@ def working_on(workers: int | None, scheduler: str | None) -> Iterator[Executor 
 
 @contextmanager
 def dask_executor(address: str, timeout: float = 5.0) -> Iterator[Executor]:
-    """The workers of a running Dask cluster, which must be able to import `shaped`. Dask itself repeats the work of a worker that dies."""
+    """The workers of a running Dask cluster. They must be able to import `shaped`. Dask itself retries the work of a dead worker."""
     try:
         from distributed import Client
     except ImportError:
@@ -125,9 +125,9 @@ def dask_executor(address: str, timeout: float = 5.0) -> Iterator[Executor]:
 
 
 class DaskWorkers(Executor):
-    """The workers of a Dask cluster, as long as its scheduler is there.
+    """The workers of a Dask cluster.
 
-    When it is lost, Dask cancels what was handed in. What is handed in after that would wait for ever, so it is refused.
+    If the scheduler is lost, Dask cancels the submitted work. Later submissions would wait for ever, so they raise an error.
     """
 
     def __init__(self, client: Any):
@@ -135,6 +135,6 @@ class DaskWorkers(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         future = self._workers.submit(fn, *args, **kwargs)
-        if self._client.status != "running":  # asked afterwards: from now on a loss cancels this future too
+        if self._client.status != "running":  # checked after submitting: a later loss cancels this future too
             raise BrokenExecutor(f"the Dask scheduler is gone, its client is {self._client.status}")
         return future

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import ks_2samp, norm, t
 
-from shaped.compare import Distance, distances
+from shaped.compare import Distance, measure_distances
 from shaped.figures.harness.claims import (
     TOLERANCE,
     bootstrap_interval,
@@ -91,9 +91,9 @@ def test_intervals_cover_the_truth_in_95_of_100_cases():
 def test_agreement_wants_the_whole_interval_below_the_tolerance():
     rng = np.random.default_rng(seed(501))
     x, y = rng.standard_normal((2, 30_000, 1))
-    assert judge_agreement("x", 4, "words", distances(x[:1000], y[:1000], 40, rng)[0])["verdict"] == "not proved"
-    assert judge_agreement("x", 4, "words", distances(x, y, 40, rng)[0])["verdict"] == "holds"
-    other, _ = distances(x, y + 0.25, 40, rng)
+    assert judge_agreement("x", 4, "words", measure_distances(x[:1000], y[:1000], 40, rng)[0])["verdict"] == "not proved"
+    assert judge_agreement("x", 4, "words", measure_distances(x, y, 40, rng)[0])["verdict"] == "holds"
+    other, _ = measure_distances(x, y + 0.25, 40, rng)
     refused = judge_agreement("x", 4, "words", other)
     assert refused["verdict"] == "fails"
     assert refused["threshold"] == TOLERANCE

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, 
 
 from refusals import refused
 from shaped import hf
-from shaped.hf.attention import attention_forward, self_attentions
+from shaped.hf.attention import attention_forward, find_self_attentions
 from shaped.nn import AttentionShaping, Recover, gains
 from shaped.nn.attention_hooks import register_attention_hook
 from shaped.testing.stats import generator
@@ -72,7 +72,7 @@ def test_the_temperature_divides_the_logits(make):
     """tau0 = 2 at width 16 divides them by 8, whatever scaling the model has itself."""
     model, scales = hf.shape(made(make, "sdpa"), tau0=2.0), []
 
-    for module in self_attentions(model).values():
+    for module in find_self_attentions(model).values():
         register_attention_hook(module, lambda module, inputs: scales.append(inputs.scale))
     model(**inputs(make.__name__))
     own = 1.0 if make is t5 else 0.5

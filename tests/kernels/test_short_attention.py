@@ -71,13 +71,13 @@ def test_the_operator_is_as_pytorch_wants_it():
 @pytest.mark.parametrize("shaped", [True, False])
 def test_a_layer_with_one_product_uses_it(shaped, monkeypatch):
     """One matrix for queries, keys and values: the same outputs with the operator and without it."""
-    from shaped.nn.modules import ShapedSelfAttention, matrix
+    from shaped.nn.modules import ShapedSelfAttention, make_linear
 
     attention = ShapedSelfAttention(16, 2, shaped=shaped).double()
     x = torch.randn(2, 5, 16, generator=generator(123), dtype=torch.float64)
     padding = torch.arange(5) < torch.tensor([5, 3])[:, None, None, None]
     expected, padded = attention(x), attention(x, padding)
-    qkv = matrix(16, 48, 1.0).double()
+    qkv = make_linear(16, 48, 1.0).double()
     qkv.weight.data = torch.cat([layer.weight for layer in (attention.query, attention.key, attention.value)]).detach()
     attention.join(qkv)
     assert (attention(x) - expected).abs().max() < 1e-12

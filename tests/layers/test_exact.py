@@ -135,7 +135,7 @@ def test_a_fast_path_takes_the_logits_step_in_parts(mask, wanted, many):
         shortest = shortest or speed * rate / 0.2 > 16 / h
         parts = max(1, math.ceil(left * min(speed * rate / 0.2, 16 / h)))
         part = left / parts
-        here = logit_step(here, bias, rate, variance, part * (1 + 1.4 * rate * part * growth), same.apart().square(V[None])[0].numpy())
+        here = logit_step(here, bias, rate, variance, part * (1 + 1.4 * rate * part * growth), same.fork().square(V[None])[0].numpy())
         left -= part
     assert shortest == (wanted == 3.1 and mask != "causal")  # the shortest part, h/16, was reached
     close(found[1], here)

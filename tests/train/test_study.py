@@ -174,9 +174,7 @@ def test_the_status_of_a_study_says_how_it_went(
     assert "1 finished, 0 diverged, 1 failed, 0 unfinished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent.parent.parent / "benchmarks" / "studies").glob("*.toml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "benchmarks" / "studies").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_studies_here_can_be_read(path: Path):
     runs, _, _ = study.read_study(path)
     assert len(runs) >= 3

@@ -27,7 +27,7 @@ CLOSED_PIPE = 1  # the exit code of typer where nobody reads the output
 def main() -> None:
     """Runs the command. A user's error is one line on standard error, and exit code 2."""
     try:
-        interrupts.loaded()
+        interrupts.restore_interrupts()
         warnings.showwarning = show_warning
         code = app(prog_name="shaped", standalone_mode=False)  # also as `python -m shaped`: completion is for the name
         flush()

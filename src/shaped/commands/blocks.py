@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from shaped.files import read_array
 from shaped.layers import Chain, Layer, ShapedAttention, ShapedFeedForward, ShapedPerceptron, alibi
-from shaped.layers.masks import Mask, checked_mask
+from shaped.layers.masks import Mask, check_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,4 +61,4 @@ def read_mask(mask: str | None, tokens: int, heads: int) -> Mask:
     if bias.shape not in ((tokens, tokens), (heads, tokens, tokens)):
         wanted = f"[{tokens}, {tokens}] or [{heads}, {tokens}, {tokens}]"
         raise ValueError(f"mask must be {wanted} for {tokens} tokens and {heads} heads, got shape {list(bias.shape)} in {mask}")
-    return checked_mask(bias, heads)
+    return check_mask(bias, heads)

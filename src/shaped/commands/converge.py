@@ -16,7 +16,7 @@ import torch
 import typer
 
 import shaped
-from shaped.checks import positive, whole_number, whole_numbers
+from shaped.checks import parse_whole_numbers, positive, whole_number
 from shaped.commands import options
 from shaped.commands.blocks import BlockSettings
 from shaped.commands.options import LAYER, SOLVER
@@ -27,7 +27,7 @@ from shaped.finite import propagate
 from shaped.layers.base import Sizes
 from shaped.limit import solve
 from shaped.trajectory import Trajectory
-from shaped.workers import working_on
+from shaped.workers import open_executor
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,9 +79,9 @@ def converge(
     as_json: options.Json = False,
 ) -> None:
     """Measure how fast finite networks approach the SDE as the width grows."""
-    settings = Settings.from_options(locals() | {"widths": whole_numbers("widths", widths)})
+    settings = Settings.from_options(locals() | {"widths": parse_whole_numbers("widths", widths)})
     check_folder(out)
-    with working_on(workers, scheduler) as executor:
+    with open_executor(workers, scheduler) as executor:
         summary = compute(settings, executor, progress=False if as_json else None)
     written = write_results(out, "converge", summary, lambda: draw(summary))
     show_results(summary, make_table(summary), describe_rates(summary), written, as_json)

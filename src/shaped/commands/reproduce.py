@@ -10,7 +10,7 @@ import typer
 from shaped.commands.console import Lines
 from shaped.commands.options import OUTPUT, PLACE, SOLVER, WORK, Device, Scheduler, Seed, show_choices
 from shaped.commands.results import check_folder
-from shaped.workers import working_on
+from shaped.workers import open_executor
 
 
 def reproduce(
@@ -49,7 +49,7 @@ def reproduce(
     how: dict[str, Any] = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again, "runs": runs or []}
     check_folder(out)
     lines = Lines()
-    with working_on(workers, scheduler) as executor:
+    with open_executor(workers, scheduler) as executor:
         report = harness.reproduce(figures or [], out, executor=executor, say=lines.say, **how)
     lines.say(f"report: {report}")
     lines.end(out)

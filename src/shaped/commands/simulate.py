@@ -22,9 +22,9 @@ from shaped.commands.options import LAYER, SOLVER, show_choices
 from shaped.commands.results import check_folder, show_results, write_results
 from shaped.covariance import equicorrelated
 from shaped.figures.shared.density import densities, pairs
-from shaped.intervals import share_text
+from shaped.intervals import format_share
 from shaped.limit import default_steps, solve
-from shaped.workers import working_on
+from shaped.workers import open_executor
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,7 +86,7 @@ def simulate(
     """Sample the covariance SDE; by default at the setting of the paper's Figure 1."""
     settings = Settings.from_options(locals())
     check_folder(out)
-    with working_on(workers, scheduler) as executor:
+    with open_executor(workers, scheduler) as executor:
         summary, arrays = compute(settings, executor, progress=False if as_json else None)
     picture = (lambda: draw(summary, arrays)) if "rho_density" in arrays else None
     written = write_results(out, "simulate", summary, picture)
@@ -170,7 +170,7 @@ def make_table(summary: dict[str, Any]) -> Table:
             error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.3f}"
             percentiles = (f"{x:.3f}" for x in row["percentiles"].values())
             made.add_row(label, f"{row['mean']:.3f}{error}", f"{row['standard_deviation']:.3f}", *percentiles)
-    made.caption = f"stopped: {share_text(summary['stopped_share'], settings['samples'])} of {settings['samples']} paths"
+    made.caption = f"stopped: {format_share(summary['stopped_share'], settings['samples'])} of {settings['samples']} paths"
     return made
 
 

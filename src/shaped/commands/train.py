@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shaped.checks import whole_numbers
+from shaped.checks import parse_whole_numbers
 from shaped.commands.console import Lines, print_error
 from shaped.commands.options import PLACE, show_choices
 from shaped.train.run.options import TOPICS
@@ -181,7 +181,7 @@ def glue(
     from shaped.train.step.stepper_cache import StepperCache
 
     options: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": batch, "warmup": warmup, "device": device, "compile": compile}
-    tasks = [fine_tuning.GlueSettings(task=name, seeds=whole_numbers("seeds", seeds), **options) for name in task]
+    tasks = [fine_tuning.GlueSettings(task=name, seeds=parse_whole_numbers("seeds", seeds), **options) for name in task]
     lines, steppers, diverged = Lines(), StepperCache(), False
     for run in runs:
         for settings in tasks:

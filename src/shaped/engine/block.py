@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from shaped.covariance import FEW, batch_innermost, symmetrised
+from shaped.covariance import FEW, make_batch_innermost, symmetrise
 from shaped.engine.process import Process
 from shaped.randomness import Stream
 
@@ -63,7 +63,7 @@ class Job:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     """Within it torch computes on one thread: matrices here are small, and sums must not depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -73,10 +73,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@one_thread()
+@use_one_thread()
 def run_block(job: Job, advance: Callable[[], None] = lambda: None) -> BlockResult:
     """Runs one block. `advance` is called after each step."""
-    V0 = batch_innermost(job.V0) if job.V0.shape[-1] <= FEW else job.V0.contiguous()
+    V0 = make_batch_innermost(job.V0) if job.V0.shape[-1] <= FEW else job.V0.contiguous()
     stream = Stream(job.seed, job.block, kind=job.process.kind, dtype=V0.dtype, device=V0.device)
     process, samples = job.process, len(V0)
     parked = state = process.start(V0, stream)
@@ -105,7 +105,7 @@ def run_block(job: Job, advance: Callable[[], None] = lambda: None) -> BlockResu
             else:
                 shown = V
         if step in place:
-            recorded[place[step]] = symmetrised(shown)
+            recorded[place[step]] = symmetrise(shown)
         advance()
     return recorded, stopped.cpu(), events
 
@@ -113,5 +113,5 @@ def run_block(job: Job, advance: Callable[[], None] = lambda: None) -> BlockResu
 def block_size(process: Process, m: int, device: torch.device) -> int:
     """Samples in a block: enough to hide Python's overhead, few enough to stay in the cache (CPU) or in memory (GPU)."""
     budget, most = (2**16, 2**12) if device.type == "cpu" else (2**24, 2**16)
-    size = max(1, min(most, 2 ** int(math.log2(max(1, budget // process.entries(m))))))
+    size = max(1, min(most, 2 ** int(math.log2(max(1, budget // process.count_entries(m))))))
     return max(process.together, size)

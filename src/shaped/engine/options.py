@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shaped.checks import in_range, usable, whole_number
+from shaped.checks import check_device, in_range, whole_number
 
 Record = str | int
 
@@ -36,7 +36,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype must be torch.float64 or torch.float32, got {self.dtype}")
-        self._set(device=usable(self.device), seed=whole_number("seed", self.seed, least=0, most=math.inf))
+        self._set(device=check_device(self.device), seed=whole_number("seed", self.seed, least=0, most=math.inf))
         for name in ("samples", "chunk"):
             if getattr(self, name) is not None:
                 self._set(**{name: whole_number(name, getattr(self, name))})
@@ -56,7 +56,7 @@ class RunOptions:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def recorded_steps(self, steps: int) -> tuple[int, ...]:
+    def list_recorded_steps(self, steps: int) -> tuple[int, ...]:
         """The numbers of the steps that are recorded."""
         if isinstance(self.record, str):
             return tuple(range(steps + 1)) if self.record == "all" else (steps,)

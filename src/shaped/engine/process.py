@@ -37,7 +37,7 @@ class Process(ABC, Generic[S]):
     def select(self, choice: Bool[Tensor, " batch"], yes: S, no: S) -> S:
         """The paths of `yes` where `choice` holds, those of `no` elsewhere."""
 
-    def entries(self, m: int) -> int:
+    def count_entries(self, m: int) -> int:
         """The size of a path's state, in numbers. The larger it is, the fewer samples a block has."""
         return m**2
 

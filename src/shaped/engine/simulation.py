@@ -27,7 +27,7 @@ def run(
     device = torch.device(options.device)
     V0 = prepare_start(V0, options.samples, options.dtype).to(device)
     count, m = V0.shape[0], V0.shape[-1]
-    recorded_steps, bounds = options.recorded_steps(steps), Bounds(options.upper, options.lower)
+    recorded_steps, bounds = options.list_recorded_steps(steps), Bounds(options.upper, options.lower)
     size = block_size(process, m, device)
     V = allocate((len(recorded_steps), count, m, m), options.dtype, device)
     stopped = torch.empty(count, dtype=torch.float64)

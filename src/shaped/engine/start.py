@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shaped.checks import as_tensor
-from shaped.covariance import check_covariance, eigen_factor, symmetrised
+from shaped.covariance import check_covariance, eigen_factor, symmetrise
 
 
 def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Tensor, "sample m m"]:
@@ -21,7 +21,7 @@ def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Ten
         raise ValueError(f"V0 must be real, got {V0.dtype}")
     V0 = V0.to(torch.float64)
     check_covariance(V0, "V0")
-    V0 = symmetrised(V0)
+    V0 = symmetrise(V0)
     # In units of the tokens' lengths: an entry that is rounding for a long token may be the whole length of a short one.
     length = V0.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).sqrt()
     length = torch.where(length > 0.0, length, 1.0)
@@ -29,7 +29,7 @@ def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Ten
     indefinite = least < -8 * V0.shape[-1] * torch.finfo(V0.dtype).eps
     if indefinite.any():
         root = eigen_factor(V0)
-        V0 = torch.where(indefinite, symmetrised(root @ root.mT), V0)
+        V0 = torch.where(indefinite, symmetrise(root @ root.mT), V0)
     cast = V0.to(dtype)
     if not cast.isfinite().all():
         raise ValueError(f"V0 must fit into {dtype}, got an entry {V0.abs().max().item():.3g}")

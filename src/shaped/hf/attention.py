@@ -43,10 +43,10 @@ def attention_forward(
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} must be None for attn_implementation='{NAME}', got one from {type(module).__name__}")
-    wanted = matrices_wanted(module, kwargs.pop("output_attentions", None))
+    wanted = wants_matrices(module, kwargs.pop("output_attentions", None))
     if is_cross_attention(module):
         kwargs |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
-        values = one_hot_values(key, value) if wanted else value
+        values = make_one_hot_values(key, value) if wanted else value
         attended, _ = sdpa_attention_forward(module, query, key, values, attention_mask, **kwargs)
         return apply_weights(attended.transpose(1, 2), value) if wanted else (attended, None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -64,19 +64,19 @@ def attention_forward(
     if mask is not None and mask.dtype != torch.bool:  # Hugging Face masks with the dtype's minimum; convert it to -inf
         mask = mask.to(query.dtype)
         mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
-    positions = None if mask is None or Q == K else query_positions(mask, Q)
+    positions = None if mask is None or Q == K else find_query_positions(mask, Q)
     causal = causal and mask is None
-    gamma1, gamma2 = gains_of(module)
+    gamma1, gamma2 = read_gains(module)
     scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) * getattr(module, "shaped_temperature", 1.0)
     call_attention_hooks(module, query, key, scale, mask, causal)
     arguments: dict[str, Any] = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": causal, "attn_mask": mask}
     arguments |= {"positions": positions, "dropout_p": dropout}
     if wanted:
-        return apply_weights(shaped_attention(query, key, one_hot_values(key, value), **arguments), value)
+        return apply_weights(shaped_attention(query, key, make_one_hot_values(key, value), **arguments), value)
     return shaped_attention(query, key, value, **arguments).transpose(1, 2).contiguous(), None
 
 
-def gains_of(module: nn.Module) -> tuple[Tensor | float, Tensor | float]:
+def read_gains(module: nn.Module) -> tuple[Tensor | float, Tensor | float]:
     """A module's gamma1 and gamma2: those of `module.shaping`; 0 if that is None (plain attention); 1 if there is no such attribute.
 
     The shaping is called, not read, because it may be wrapped (PEFT's `modules_to_save`, FSDP): a wrapper forwards the call.
@@ -92,7 +92,7 @@ def gains_of(module: nn.Module) -> tuple[Tensor | float, Tensor | float]:
     raise ValueError(f"shaping of {type(module).__name__} must be None or a module that gives gamma1 and gamma2 when called, got {got}")
 
 
-def matrices_wanted(module: nn.Module, argument: bool | None) -> bool:
+def wants_matrices(module: nn.Module, argument: bool | None) -> bool:
     """Must the attention matrices be returned? Some models (GPT-2, OPT) do not pass `output_attentions` on; transformers then collects
     them through a context variable."""
     if argument or (argument is None and getattr(getattr(module, "config", None), "output_attentions", False)):
@@ -102,7 +102,7 @@ def matrices_wanted(module: nn.Module, argument: bool | None) -> bool:
     return any("attentions" in name for name in _active_collector.get() or ())
 
 
-def one_hot_values(key: Tensor, value: Tensor) -> Tensor:
+def make_one_hot_values(key: Tensor, value: Tensor) -> Tensor:
     """One-hot values, [batch, key heads, K, K]: any attention returns its own matrix for them."""
     return torch.eye(key.shape[-2], dtype=value.dtype, device=value.device).expand(*key.shape[:-1], key.shape[-2])
 
@@ -112,7 +112,7 @@ def apply_weights(weights: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return (weights @ value.repeat_interleave(weights.shape[1] // value.shape[1], 1)).transpose(1, 2).contiguous(), weights
 
 
-def query_positions(mask: Tensor, Q: int) -> Tensor:
+def find_query_positions(mask: Tensor, Q: int) -> Tensor:
     """The positions of the queries among the keys, [Q]: consecutive, the last query at the last key that any query attends to."""
     allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
     last = (allowed * torch.arange(allowed.shape[-1], device=mask.device)).amax()
@@ -136,7 +136,7 @@ def mark_roles(model: nn.Module) -> None:
             module.__dict__["attends_elsewhere"] = elsewhere
 
 
-def self_attentions(model: nn.Module) -> dict[str, nn.Module]:
+def find_self_attentions(model: nn.Module) -> dict[str, nn.Module]:
     """The self-attention modules that go through the attention interface, by name."""
     mark_roles(model)
     return {
@@ -176,7 +176,7 @@ def mask_forward(
 ) -> Tensor | None:
     """Boolean masks, as for `sdpa`. A mask of padding alone is [batch, 1, 1, keys], for which the centring is a masked mean.
 
-    In a causal mask the last query attends to its own key even at padding: `query_positions` reads the positions off that entry.
+    In a causal mask the last query attends to its own key even at padding: `find_query_positions` reads the positions off that entry.
     """
     mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **named)  # pyright: ignore[reportArgumentType]
     if mask is None:

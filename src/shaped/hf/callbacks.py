@@ -95,7 +95,7 @@ class DiagnosticsCallback(TrainerCallback):
         row: dict[str, Any] = {known.name: {} for known in QUANTITIES.values() if known.source is not Source.GAINS}
         for name, (layer, module) in observation.layers.items():
             gradients = [parameter.grad.detach() for parameter in layer.parameters() if parameter.grad is not None]
-            gains = dict(zip(("gamma1", "gamma2"), attention.gains_of(module), strict=True))
+            gains = dict(zip(("gamma1", "gamma2"), attention.read_gains(module), strict=True))
             values = observation.values[name] | measure(Source.GRADIENTS, gradients) | measure(Source.GAINS, gains)
             for quantity, value in values.items():
                 row.setdefault(quantity, {})[name] = value if math.isfinite(value) else None

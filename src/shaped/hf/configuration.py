@@ -13,16 +13,16 @@ from shaped.nn.blocks import BLOCKS
 from shaped.nn.modules import DEEPEST
 from shaped.nn.schedules import SCHEDULES, Recover, Schedule
 
-LARGEST_MODEL = 10**12  # weights: more than any machine has room for
+LARGEST_MODEL = 10**12  # weights; no machine has memory for more
 
 
 class ShapedConfig(PreTrainedConfig):
-    r"""A shaped Transformer, or one of those it is compared with; sizes have the names that other configs give them.
+    r"""A shaped Transformer or a baseline. Sizes have the usual names of Hugging Face configs.
 
     Args:
-        block: "shaped" (Eq. shaped_transformer), "vanilla" (the same without shaping, which is where Recover ends), "preln" or "postln".
-        gamma: where the residual branches' gains start; the shortcut's start at sqrt(1 - gamma²).
-        gamma_feedforward: where those of the feed-forward branches start, if not at gamma.
+        block: "shaped" (Eq. shaped_transformer), "vanilla" (without shaping, as after Recover), "preln" or "postln".
+        gamma: initial gain of the residual branches; the shortcuts start at sqrt(1 - gamma²).
+        gamma_feedforward: initial gain of the feed-forward branches; gamma by default.
         tau0: temperature of the attention.
         activation: one of `shaped.nn.activations.ACTIVATIONS`, shaped in the blocks that are shaped, plain in the others.
         c_minus: the negative slope of the shaped ReLU starts at 1 + c_minus/sqrt(hidden_size).
@@ -30,10 +30,10 @@ class ShapedConfig(PreTrainedConfig):
         train_gains: train the residual gains.
         is_decoder: causal attention; `ShapedForCausalLM` sets it.
         embedding_norm: LayerNorm on the embedding.
-        embedding_std: standard deviation of the tables of tokens and positions at the start; by default their sum has variance 1.
-        head_std: that of the output matrix; hidden_size^-1/2 by default.
-        tie_word_embeddings: the output matrix is the table of tokens, times a constant by which it too starts at head_std.
-        type_vocab_size: token types (sentence pairs) that have an embedding; 0 for none.
+        embedding_std: initial standard deviation of the tables of tokens and positions; by default their sum has variance 1.
+        head_std: initial standard deviation of the output matrix; hidden_size^-1/2 by default.
+        tie_word_embeddings: the output matrix is the table of tokens times a constant, chosen so that it starts at head_std.
+        type_vocab_size: number of token types (sentence pairs); 0 for none.
         attention_dropout, hidden_dropout: of the softmax, and of the embedding.
     """
 
@@ -99,12 +99,12 @@ class ShapedConfig(PreTrainedConfig):
         tables = self.vocab_size + self.max_position_embeddings + self.type_vocab_size
         return self.hidden_size * (tables + self.num_hidden_layers * (4 * self.hidden_size + 2 * (self.intermediate_size or 0)))
 
-    def start_of_tables(self) -> float:
-        """Standard deviation of the embeddings' entries at the start."""
+    def choose_table_std(self) -> float:
+        """The initial standard deviation of the embeddings' entries."""
         return (3 if self.type_vocab_size else 2) ** -0.5 if self.embedding_std is None else self.embedding_std
 
-    def start_of_head(self) -> float:
-        """That of the output matrix's entries."""
+    def choose_head_std(self) -> float:
+        """The initial standard deviation of the output matrix's entries."""
         return self.hidden_size**-0.5 if self.head_std is None else self.head_std
 
     def shaping(self) -> Schedule:

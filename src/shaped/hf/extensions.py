@@ -17,7 +17,7 @@ from transformers.trainer_callback import CallbackHandler
 from shaped.hf.attention import NAME, mark_roles
 from shaped.hf.callbacks import DiagnosticsCallback
 from shaped.hf.configuration import ShapedConfig
-from shaped.hf.shaping import configs, install, refuse_if_ignored
+from shaped.hf.shaping import install_gains, list_configs, refuse_if_ignored
 from shaped.nn.schedules import Shapeable
 
 
@@ -50,7 +50,7 @@ def patch_post_init(post_init: Callable[..., None]) -> Callable[..., None]:
 
     def post_init_and_shape(self: PreTrainedModel) -> None:
         if getattr(self.config, "shaped", None):
-            install(self)
+            install_gains(self)
         if self.config._attn_implementation == NAME and any("Attention" in type(module).__name__ for module in self.modules()):
             refuse_if_ignored(self)
         parts = (part for part in self.modules() if isinstance(part, PreTrainedModel) and part is not self)
@@ -72,10 +72,10 @@ def patch_set_attn_implementation(set_attn_implementation: Callable[..., None]) 
             for part in (part for part in self.modules() if isinstance(part, PreTrainedModel) and part.config is config):
                 refuse_if_ignored(part)
         mark_roles(self)
-        before = [config for config in configs(self) if config._attn_implementation == NAME]
+        before = [config for config in list_configs(self) if config._attn_implementation == NAME]
         set_attn_implementation(self, attn_implementation, *args, **kwargs)
         if before or NAME in by_part.values():  # a change between two other implementations is none of our business
-            for config in configs(self):
+            for config in list_configs(self):
                 if attn_implementation == NAME or type(config) is type(self.config):
                     config._attn_implementation_internal = self.config._attn_implementation
         for config in before:

@@ -24,12 +24,12 @@ from shaped.hf.attention import NAME, attention_forward
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn.activations import ACTIVATIONS
 from shaped.nn.blocks import LayerNormBlock, ShapedTransformerBlock
-from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, matrix, starting_at
+from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, init_normal, make_linear
 from shaped.nn.schedules import Shapeable
 
 
 class Attend(nn.Module):
-    """What is done with the queries, keys and values of a layer: the cache, and the attention that the config chooses."""
+    """Updates the cache of a layer and calls the attention implementation of the config."""
 
     def __init__(self, config: ShapedConfig, layer: int):
         super().__init__()
@@ -47,7 +47,7 @@ class Attend(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        # "eager" is, as everywhere, the model's own attention with its matrices: the shaped one, unless the block is another.
+        # "eager" means, as in transformers, the model's own attention with its matrices. For shaped blocks it is shaped.
         chosen = self.config._attn_implementation or NAME
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, attention_forward)
         dropout = attention.dropout if self.training else 0.0
@@ -59,7 +59,7 @@ class Attend(nn.Module):
 class ShapedLayer(GradientCheckpointingLayer):
     def __init__(self, config: ShapedConfig, layer: int):
         super().__init__()
-        self.block, self.attend = transformer_block(config), Attend(config, layer)
+        self.block, self.attend = make_block(config), Attend(config, layer)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past_key_values: Cache | None = None, **kwargs: Any) -> Tensor:
         def attend(attention: ShapedSelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -68,7 +68,7 @@ class ShapedLayer(GradientCheckpointingLayer):
         return self.block(x, mask, attend)
 
 
-def transformer_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNormBlock:
+def make_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNormBlock:
     shaped, schedule = config.block == "shaped", config.shaping()
     attention = ShapedSelfAttention(
         config.hidden_size,
@@ -101,33 +101,33 @@ class ShapedPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": ShapedLayer, "attentions": Attend}
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Shaped unless another attention is asked for, also as part of a model that says nothing about its parts."""
+        """The default is shaped attention, also for a model that is part of a larger one."""
         return super().get_correct_attn_implementation(requested_attention or NAME, is_init_check)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As the modules initialise themselves. transformers sees to it that what came from a checkpoint is left alone."""
+        """Initialises a module as its constructor does. transformers skips weights that were loaded from a checkpoint."""
         if isinstance(module, (Shapeable, ShapedTransformerBlock, nn.LayerNorm)):
             module.reset_parameters()
-        elif isinstance(module, (nn.Linear, nn.Embedding)):  # one without `std` is a larger head or table, for more words
-            usual = self.config.start_of_head() if isinstance(module, nn.Linear) else self.config.start_of_tables()
+        elif isinstance(module, (nn.Linear, nn.Embedding)):  # without `std`: a head or table that was resized for more tokens
+            usual = self.config.choose_head_std() if isinstance(module, nn.Linear) else self.config.choose_table_std()
             nn.init.normal_(module.weight, std=getattr(module, "std", usual))
 
 
-def table(rows: int, columns: int, std: float) -> nn.Embedding:
+def make_table(rows: int, columns: int, std: float) -> nn.Embedding:
     """An embedding whose entries start as N(0, std²)."""
-    return starting_at(nn.Embedding(rows, columns, device="meta"), std)
+    return init_normal(nn.Embedding(rows, columns, device="meta"), std)
 
 
 class Embedding(nn.Module):
-    """Tokens + positions (+ token types), of variance 1 in all: the theory's V starts with a unit diagonal."""
+    """Tokens + positions (+ token types). Their sum has variance 1: the theory's V starts with a unit diagonal."""
 
     def __init__(self, config: ShapedConfig):
         super().__init__()
-        std = config.start_of_tables()
-        self.tokens = table(config.vocab_size, config.hidden_size, std)
-        self.positions = table(config.max_position_embeddings, config.hidden_size, std)
-        self.types = table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
+        std = config.choose_table_std()
+        self.tokens = make_table(config.vocab_size, config.hidden_size, std)
+        self.positions = make_table(config.max_position_embeddings, config.hidden_size, std)
+        self.types = make_table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
         self.norm = nn.LayerNorm(config.hidden_size) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.hidden_dropout)
 
@@ -189,8 +189,10 @@ class ShapedModel(ShapedPreTrainedModel):
 
 
 def _check_positions(position_ids: Tensor | None, tokens: int | Tensor, most: int) -> None:
-    """Packed sequences may be more tokens than there are positions. Given positions are read where that takes no waiting for a GPU, or
-    where they are many."""
+    """Refuses positions out of range. Packed sequences may have more tokens than positions.
+
+    Reading positions from a GPU synchronises, so they are read there only if there are too many tokens.
+    """
     many = isinstance(tokens, int) and tokens > most
     if position_ids is None and many:
         raise ValueError(f"input_ids must have at most {most} tokens, got {tokens}")
@@ -202,7 +204,7 @@ def _check_positions(position_ids: Tensor | None, tokens: int | Tensor, most: in
 
 
 class ShapedLanguageModel(ShapedPreTrainedModel):
-    """A stack with an output matrix. The two below are causal or not whatever their config says: they then have a copy of it."""
+    """A stack with an output matrix. The subclass decides whether it is causal; it copies a config that says otherwise."""
 
     causal: ClassVar[bool]
     _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}
@@ -212,13 +214,13 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
             config = copy.deepcopy(config)
             config.is_decoder = self.causal
         super().__init__(config)
-        self.model, self.head = ShapedModel(config), matrix(config.hidden_size, config.vocab_size, config.start_of_head())
-        # A tied matrix starts with the embedding's entries, which are about sqrt(n) times as large as an output matrix's should be.
-        self.head_scale = config.start_of_head() / config.start_of_tables() if config.tie_word_embeddings else 1.0
+        self.model, self.head = ShapedModel(config), make_linear(config.hidden_size, config.vocab_size, config.choose_head_std())
+        # The entries of a tied matrix start as the embedding's, about sqrt(n) times too large for an output matrix.
+        self.head_scale = config.choose_head_std() / config.choose_table_std() if config.tie_word_embeddings else 1.0
         self.post_init()
 
     def logits(self, x: Tensor) -> Any:
-        """Of the stack's tokens, [..., n]: at the start as if the output matrix had entries of `head_std`, tied or not."""
+        """The logits of tokens [..., n]. A tied matrix is scaled, so that logits start as with entries of `head_std`."""
         return self.head(x if self.head_scale == 1.0 else self.head_scale * x)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -228,8 +230,8 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
         self.head = new_embeddings
 
     def _loss(self, logits: Tensor, labels: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Trainer gives the number of items of all batches that it accumulates, over which the mean then is, and, where it cuts sequences
-        into parts, labels that are shifted already."""
+        """Trainer passes `num_items_in_batch`, the count for the mean over accumulated batches, and `shift_labels`, labels that are already
+        shifted, if it splits sequences."""
         given = {name: kwargs[name] for name in ("num_items_in_batch", "shift_labels") if name in kwargs}
         return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given)
 
@@ -248,7 +250,7 @@ class ShapedForMaskedLM(ShapedLanguageModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """`labels`: what was at the masked places, -100 elsewhere. (Trainer drops what forward does not name, so all is named.)"""
+        """`labels`: the original tokens at the masked places, -100 elsewhere. (Trainer drops columns that forward does not name.)"""
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.logits(outputs.last_hidden_state)
         loss = None if labels is None else self._loss(logits, labels, kwargs)
@@ -271,7 +273,7 @@ class ShapedForCausalLM(ShapedLanguageModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """`labels`: the tokens themselves, which are shifted here, unless `shift_labels` are given beside them."""
+        """`labels`: the tokens themselves. They are shifted here, unless `shift_labels` is given too."""
         outputs = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -294,14 +296,14 @@ class ShapedForCausalLM(ShapedLanguageModel, GenerationMixin):
 
 
 class ShapedForSequenceClassification(ShapedPreTrainedModel):
-    """A linear classifier on the mean of the tokens that are not padding, or, for a decoder, on the last of them."""
+    """A linear classifier on the mean of the tokens without padding; for a decoder, on the last token without padding."""
 
-    accepts_loss_kwargs = False  # its loss is a mean over the batch; Trainer divides it when it accumulates
+    accepts_loss_kwargs = False  # the loss is a mean over the batch, so Trainer divides it by the number of accumulated batches
 
     def __init__(self, config: ShapedConfig):
         super().__init__(config)
         self.num_labels = config.num_labels or 2
-        self.model, self.classifier = ShapedModel(config), matrix(config.hidden_size, self.num_labels, config.hidden_size**-0.5)
+        self.model, self.classifier = ShapedModel(config), make_linear(config.hidden_size, self.num_labels, config.hidden_size**-0.5)
         self.post_init()
 
     @can_return_tuple
@@ -316,12 +318,12 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.classifier(self.pooled(outputs.last_hidden_state, attention_mask))
+        logits = self.classifier(self.pool(outputs.last_hidden_state, attention_mask))
         loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
-    def pooled(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """One vector for each text, [batch, n], of its tokens, [batch, m, n]."""
+    def pool(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """One vector a text, [batch, n], from its tokens, [batch, m, n]."""
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError(f"attention_mask must be [batch, tokens] for a classifier, got shape {tuple(attention_mask.shape)}")
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask.bool()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shaped.hf.attention import self_attentions
+from shaped.hf.attention import find_self_attentions
 from shaped.nn.attention_hooks import AttentionInputs, register_attention_hook
 from shaped.nn.diagnostics import Source, measure
 
@@ -21,7 +21,7 @@ def find_layers(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
 
     A layer is the largest numbered part of the model that has this self-attention in it and no other.
     """
-    modules, attentions = dict(model.named_modules()), self_attentions(model)
+    modules, attentions = dict(model.named_modules()), find_self_attentions(model)
 
     def layer_of(name: str) -> str:
         for end in (match.end() for match in re.finditer(r"(?:^|\.)\d+(?=\.|$)", name)):

@@ -1,4 +1,4 @@
-"""`shape`: a stock Hugging Face model with shaped attention, whose gains are saved and loaded with it."""
+"""`shape`: gives a stock Hugging Face model shaped attention. Its gains are saved and loaded with the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shaped.checks import SINGLE, finite, positive
-from shaped.hf.attention import NAME, bypasses_interface, self_attentions
+from shaped.hf.attention import NAME, bypasses_interface, find_self_attentions
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn import blocks
 from shaped.nn.modules import AttentionShaping, has_gains
@@ -21,17 +21,15 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 def shape(model: Model, *, tau0: float | None = None, learn: bool = False, gamma1: float = 1.0, gamma2: float = 1.0) -> Model:
     r"""Gives every self-attention of a stock model the shape $\gamma_1 I + \text{softmax} - \gamma_2\,\text{softmax}(B)$, in place.
 
-    The gains belong to the model from then on: `save_pretrained` writes them, and `from_pretrained` of the same class, or of an Auto class,
-    reads them and goes on with shaped attention, once `shaped.hf` is imported. Cross-attention stays as it is. A model that is shaped
-    already is shaped anew.
+    The gains become part of the model: `save_pretrained` writes them. `from_pretrained` of the same class or of an Auto class reads them
+    and restores shaped attention, if `shaped.hf` is imported. Cross-attention does not change. Calling it again replaces the gains.
 
     Args:
         model: any model that goes through the attention interface of transformers.
-        tau0: None, the default, keeps the model's own scaling: a trained model goes on from its own logits, and `vanilla` can give the
-            stock model back. A number divides the logits by $\tau_0\sqrt{n}$ beside that scaling, as the theory has it (Eq.
-            shaped-attention).
-        learn: train the gains. If not, they are buffers, which a `ShapingCallback` with `Recover` may take to 0.
-        gamma1, gamma2: where the gains start.
+        tau0: None, the default, keeps the model's own scaling: a trained model keeps its logits, and `vanilla` can restore the stock
+            model. A number also divides the logits by $\tau_0\sqrt{n}$, as in the theory (Eq. shaped-attention).
+        learn: train the gains. If not, they are buffers, which a `ShapingCallback` with `Recover` may anneal to 0.
+        gamma1, gamma2: the initial gains.
     """
     _refuse_strangers(model, "shape")
     if isinstance(model.config, ShapedConfig):
@@ -42,22 +40,22 @@ def shape(model: Model, *, tau0: float | None = None, learn: bool = False, gamma
         "learn": bool(learn),
         "gamma1": finite("gamma1", gamma1, SINGLE),
         "gamma2": finite("gamma2", gamma2, SINGLE),
-        "instead_of": before["instead_of"] if before else plain_attention(model),
+        "instead_of": before["instead_of"] if before else choose_plain_attention(model),
     }
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model must have its weights in memory before it is shaped, got parameters on the meta device")
     refuse_if_ignored(model)
-    for module in self_attentions(model).values():
+    for module in find_self_attentions(model).values():
         module.register_module("shaping", None)
-    for config in own_configs(model):
+    for config in copy_configs(model):
         config.shaped = settings
     model.set_attn_implementation(NAME)
-    install(model)
+    install_gains(model)
     return model
 
 
 def vanilla(model: Model) -> Model:
-    """A copy without the shaping, which must have gone to 0 (`Recover`), with the same outputs: `shaped.nn.vanilla`, and its config too."""
+    """A copy without the shaping, with the same outputs. The shaping must be 0 (`Recover`). Like `shaped.nn.vanilla`, with the config."""
     _refuse_strangers(model, "vanilla")
     settings = getattr(model.config, "shaped", None)
     if isinstance(model.config, ShapedConfig):
@@ -71,7 +69,7 @@ def vanilla(model: Model) -> Model:
     if settings["tau0"] is not None:
         raise ValueError(f"model must have been shaped with tau0=None, its own scaling, to be plain again, got {settings['tau0']}")
     model = blocks.vanilla(model)
-    for config in configs(model):
+    for config in list_configs(model):
         config.__dict__.pop("shaped", None)
         config._attn_implementation_internal = settings["instead_of"]
     return model
@@ -82,39 +80,39 @@ def _refuse_strangers(model: object, name: str) -> None:
         raise ValueError(f"model must be a Hugging Face model for shaped.hf.{name}, got {type(model).__name__}")
 
 
-def install(model: PreTrainedModel) -> None:
-    """Gives the self-attention of a model the gains that its config speaks of; those that have them keep them."""
+def install_gains(model: PreTrainedModel) -> None:
+    """Adds the gains of its config to every self-attention of a model. Existing gains stay."""
     settings = model.config.shaped
-    for module in self_attentions(model).values():
+    for module in find_self_attentions(model).values():
         if not has_gains(module):
             shaping = AttentionShaping(settings["gamma1"], settings["gamma2"], settings["learn"])
             like = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
             module.add_module("shaping", shaping if like is None else shaping.to(device=like.device, dtype=like.dtype))
-        factor = 1.0 if settings["tau0"] is None else settings["tau0"] * math.sqrt(width_of(module, model))
+        factor = 1.0 if settings["tau0"] is None else settings["tau0"] * math.sqrt(find_width(module, model))
         module.__dict__["shaped_temperature"] = 1.0 / factor
 
 
-def plain_attention(model: PreTrainedModel) -> str:
-    """The attention that `vanilla` goes back to: the model's own, or, if that is shaped already, the one that transformers would choose."""
+def choose_plain_attention(model: PreTrainedModel) -> str:
+    """The attention that `vanilla` restores: the model's own, or the default of transformers if that is shaped."""
     chosen = model.config._attn_implementation
     return chosen if chosen not in (None, NAME) else model.get_correct_attn_implementation(None)
 
 
-def width_of(module: nn.Module, model: PreTrainedModel) -> int:
-    """n, the features that queries are made of."""
+def find_width(module: nn.Module, model: PreTrainedModel) -> int:
+    """n, the input width of the queries."""
     projection = next((part for part in module.modules() if isinstance(part, nn.Linear)), None)
     return getattr(module, "config", model.config).hidden_size if projection is None else projection.in_features
 
 
-def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+def list_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The model's config and those of its parts; some, such as T5's, are copies."""
     found = {id(config): config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)}
     return list(found.values())
 
 
-def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Those configs, replaced by copies: other models may be made of the ones that this model was made of."""
-    before = configs(model)
+def copy_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Replaces the model's configs by copies and returns them: other models may share the originals."""
+    before = list_configs(model)
     copies = dict(zip(map(id, before), copy.deepcopy(before), strict=True))
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -124,9 +122,9 @@ def own_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def refuse_if_ignored(model: PreTrainedModel) -> None:
-    """An error for models with attention code of their own, where the choice would otherwise have no effect."""
+    """Refuses models with their own attention code, on which the attention interface has no effect."""
     own = sorted({type(module).__name__ for module in model.modules() if bypasses_interface(type(module))})
-    if own or not self_attentions(model):
+    if own or not find_self_attentions(model):
         raise ValueError(
             f"attn_implementation='{NAME}' has no effect on {', '.join(own) or 'the modules'} of {type(model).__name__}, which do not go "
             "through the attention interface of transformers; choose a model that does, such as BERT, ModernBERT, GPT-2 or Llama"

@@ -10,11 +10,11 @@ from operator import add
 import torch
 from torch import nn
 
-from shaped.checks import positive, truth, whole_number
-from shaped.covariance import Matrix, factor, laid_out_like, product
+from shaped.checks import check_bool, positive, whole_number
+from shaped.covariance import Matrix, factor, match_layout, product
 from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual
 from shaped.layers.logits import LogitPerturbation
-from shaped.layers.masks import Mask, checked_mask, describe_mask, head_masks
+from shaped.layers.masks import Mask, check_mask, describe_mask, head_masks
 from shaped.layers.terms import Term, WeightNoise
 from shaped.nn.functional import attention_matrix, logit_bias
 from shaped.nn.networks import RandomAttention, Residual
@@ -54,9 +54,9 @@ class ShapedAttention(ResidualLayer):
         check_residual(self.gamma, self.lam)
         positive("tau0", self.tau0)
         whole_number("heads", self.heads)
-        object.__setattr__(self, "mask", checked_mask(self.mask, self.heads))
+        object.__setattr__(self, "mask", check_mask(self.mask, self.heads))
         for name in ("project", "identity", "centre", "temperature"):
-            truth(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
 
     def __repr__(self) -> str:
         """The arguments that are not the defaults, on one line."""
@@ -118,7 +118,7 @@ class ShapedAttention(ResidualLayer):
         T = stream.bartlett(L, m, n_k)
         G = stream.matrices(L, T.shape[-1], m).mul_(1.0 / self.tau(sizes.n, n_k))
         logits = product(product(L, product(T, G)), L.mT)
-        return laid_out_like(attention_matrix(logits, logit_bias(mask, m, L), float(self.identity), float(self.centre)), L)
+        return match_layout(attention_matrix(logits, logit_bias(mask, m, L), float(self.identity), float(self.centre)), L)
 
     def module(
         self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None

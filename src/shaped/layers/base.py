@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shaped.checks import as_tensor, in_range, whole_number
 from shaped.covariance import Matrix, Point, check_covariance, check_square, factor, gram, product
-from shaped.layers.terms import Dense, Term, collected
+from shaped.layers.terms import Dense, Term, merge_terms
 from shaped.randomness import GeneratorNormals, Stream
 
 Tokens = Float[Tensor, "batch m n"]
@@ -63,7 +63,7 @@ class Layer(ABC):
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        return collected(self.limit())
+        return merge_terms(self.limit())
 
     def drift(self, V: Matrix) -> Matrix:
         r"""$b(V)$ of $dV = b(V)\,dt + \Sigma(V)^{1/2}\,dB$, in O(m³) time and O(m²) memory a sample."""
@@ -88,11 +88,11 @@ class Layer(ABC):
 
     @property
     def needs_tokens(self) -> bool:
-        """Does a step look at single features, so that the covariance alone does not determine the next one's law?"""
+        """Does a step use single features? Then the covariance does not determine the law of the next one."""
         return False
 
     def check_sizes(self, sizes: Sizes) -> None:
-        """Raises a ValueError for widths that the layer cannot have; any will do for most."""
+        """Raises a ValueError for widths that the layer cannot have. Most layers accept all."""
         return
 
     @abstractmethod
@@ -113,7 +113,7 @@ class Layer(ABC):
 class ResidualLayer(Layer):
     r"""$X' = \lambda X + \gamma f(X)$, where each feature of $f(X)$ is, given V, normal with covariance $F F^\top$ over the tokens.
 
-    A layer of this kind says only how F comes about.
+    A subclass only draws F (`branch`).
     """
 
     gamma: float
@@ -126,7 +126,7 @@ class ResidualLayer(Layer):
 
     @abstractmethod
     def branch(self, L: Factor, sizes: Sizes, stream: Stream) -> tuple[Factor, ...]:
-        """A draw of F for each of the equal slices into which the features fall (one slice, but for heads without projection)."""
+        """A draw of F for each slice of the features: one slice a head without projection, else one slice. Slices have equal widths."""
 
     def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream) -> Tokens:
         return self.shortcut * X + self.gamma * self.update(X, sizes, stream)
@@ -155,7 +155,7 @@ class ResidualLayer(Layer):
         return Point(matrix=V)
 
     def check_shortcut(self) -> None:
-        """Raises NoLimit where shortcut and branch do not keep the covariance between them."""
+        """Raises NoLimit unless lam² + gamma² = 1, which keeps the covariance."""
         total = self.shortcut**2 + self.gamma**2
         if abs(total - 1.0) > 1e-9:
             raise NoLimit(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import slope
+from shaped.checks import check_slope
 from shaped.covariance import Matrix, Point, factor, gram
 from shaped.layers.base import Factor, Layer, NoLimit, ResidualLayer, Sizes, Tokens, check_residual
 from shaped.layers.terms import Term, WeightNoise
@@ -22,7 +22,7 @@ from shaped.randomness import Normals, Stream
 
 @dataclass(frozen=True)
 class ActivationDrift(Term):
-    """The drift that an activation brings. It has no noise."""
+    """The drift of an activation. It has no noise."""
 
     flow: Flow
 
@@ -79,8 +79,8 @@ class Shaped:
         return self.shape.at(n)
 
     def check_shape(self) -> None:
-        slope("c_plus", self.c_plus)
-        slope("c_minus", self.c_minus)
+        check_slope("c_plus", self.c_plus)
+        check_slope("c_minus", self.c_minus)
         if self.activation is None:
             return
         check_activation(self.activation)
@@ -129,7 +129,7 @@ class ReLUFeedForward(FeedForward):
 
     def __post_init__(self) -> None:
         check_residual(self.gamma, self.lam)
-        slope("negative_slope", self.negative_slope)
+        check_slope("negative_slope", self.negative_slope)
 
     def activation_at(self, n: int) -> Activation:
         return LeakyReLU(self.negative_slope)
@@ -148,7 +148,7 @@ class ShapedPerceptron(Shaped, Layer):
     The shaped ReLU $\sigma_s$ has slopes $1 + c_\pm/\sqrt{n}$; `activation` replaces it by another shaped activation.
 
     The paper writes $X' = \sigma_s(X)\sqrt{c/n}\,W$: the same stack, cut before the activation. Cut after it, as here, the
-    covariance alone determines the next one's law.
+    covariance determines the law of the next one.
     """
 
     c_plus: float = 0.0
@@ -180,7 +180,7 @@ def activation_gram(L: Factor, n: int, activation: Activation, stream: Stream) -
     r"""A draw of $\frac{c}{n} \sigma(h)\sigma(h)^\top$, $h = L Z$ with m x n normals Z: a hidden layer's Gram matrix."""
     batch, m, k = L.shape
     K = L.new_empty(m, m, batch).permute(2, 0, 1) if L.stride(0) == 1 else L.new_empty(batch, m, m)
-    # A few samples at a time, so that their features stay in the cache.
+    # A few samples at a time, so that their features fit into the CPU's cache.
     few = max(1, (2**16 if L.device.type == "cpu" else 2**26) // (m * n))
     for first in range(0, batch, few):
         part = L[first : first + few].contiguous()

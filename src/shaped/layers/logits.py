@@ -1,4 +1,4 @@
-"""The term of attention: what random logits do to the covariance, for one head's mask."""
+"""The term of attention: the effect of random logits on the covariance, for the mask of one head."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shaped.covariance import Matrix, Point, laid_out_like, lower_product, product, product_lower, weighted_mean
+from shaped.covariance import Matrix, Point, lower_product, match_layout, product, product_lower, weighted_mean
 from shaped.layers.masks import Mask, Rows, resting_attention, same_mask
 from shaped.layers.terms import Term
 from shaped.randomness import Normals
 
 STRIDE = 0.2
-"""The share of a token's variance that the logits may change in one part of a step of the solver, on average."""
+"""The largest mean relative change of a token's variance in one part of a step."""
 MOST_PARTS = 16
-"""Into how many parts a step may be cut. A path that needs more explodes within the next of them."""
+"""The largest number of parts of a step. A path that needs more explodes in the next part."""
 
 
 @dataclass(frozen=True, eq=False)
 class LogitPerturbation(Term):
-    r"""What random logits of size $O(n^{-1/2})$ do to the covariance, for attention centred at its resting state P.
+    r"""The effect of random logits of size $O(n^{-1/2})$ on the covariance, for attention centred at P, its value at zero logits.
 
     Let $N$ be the logits' limit, $\mathbb{E} N^{\alpha\delta} N^{\beta\omega} = V^{\alpha\beta} V^{\delta\omega}$ (Lemma mom-y), and
     $E = P \circ (N - (P \circ N) 11^\top)$ the first-order change of the softmax. Then, for Thm. sde-attention in its general form,
@@ -57,18 +57,18 @@ class LogitPerturbation(Term):
         return self.variance * (half + half.transpose(-3, -4))
 
     def move(self, point: Point, h: float, normals: Normals) -> Point:
-        """A step of length h. Where V is large the drift, which is cubic in V, is fast: such a path takes the step in parts."""
+        """A step of length h. The drift is cubic in V, so it is fast where V is large: such paths take the step in parts."""
         if self.rate == 0.0:
             return point
         change = MeanChange.at(self.mask, point.V)
         moved = self.stride(point, h, change, normals)
         fast = change.fast(self.rate * h)
         if len(fast):
-            moved.V[fast] = self.move_in_parts(laid_out_like(point.V[fast], point.V), h, normals.apart())
+            moved.V[fast] = self.move_in_parts(match_layout(point.V[fast], point.V), h, normals.fork())
         return moved
 
     def move_in_parts(self, V: Float[Tensor, "batch m m"], h: float, normals: Normals) -> Float[Tensor, "batch m m"]:
-        """A step of length h in as many parts as each path wants.
+        """A step of length h, with a number of parts for each path.
 
         A part changes no token's variance by more than the share STRIDE, on average, but is no shorter than h/MOST_PARTS. While the
         variance grows by a share s, the drift grows by 2s. A stride, which takes the drift at its start, lags behind by about 1.4 s: 5/4 s
@@ -77,7 +77,7 @@ class LogitPerturbation(Term):
         left = V.new_full((len(V),), h)
         moving = torch.arange(len(V), device=V.device)
         while len(moving):
-            here = Point(matrix=laid_out_like(V[moving], V))
+            here = Point(matrix=match_layout(V[moving], V))
             change = MeanChange.at(self.mask, here.V)
             speed, growth = change.speed_and_growth()
             parts = torch.minimum(left[moving] * speed * (self.rate / STRIDE), left[moving] * (MOST_PARTS / h)).ceil_().clamp_(min=1.0)
@@ -102,7 +102,7 @@ class LogitPerturbation(Term):
         return Point(matrix=product(moved, moved.mT).addcmul_(V, change.squared * (h * (self.rate - self.variance))))
 
     def longest(self, m: int) -> float:
-        return math.inf  # `move` itself looks at V
+        return math.inf  # `move` chooses its parts by V
 
     def plus(self, other: Term) -> Term | None:
         if not isinstance(other, LogitPerturbation) or not same_mask(self.mask, other.mask):
@@ -123,7 +123,7 @@ def first_order_change(P: Rows, L: Float[Tensor, "*batch m k"], normals: Normals
 
 @dataclass(frozen=True, eq=False)
 class MeanChange:
-    r"""What random logits do to the tokens on average, at one covariance V.
+    r"""The mean effect of random logits on the tokens, at one covariance V.
 
     Attributes:
         squared: Q with $\mathbb{E}\,E V E^\top = V \circ Q$.
@@ -139,7 +139,7 @@ class MeanChange:
     def at(cls, mask: Mask, V: Matrix) -> MeanChange:
         r"""With W = PV and U = PVPᵀ: $Q = P(V{\circ}V)P^\top - (W{\circ}W)P^\top - P(W{\circ}W)^\top + U{\circ}U$ and
         $S_2^{\alpha\delta} = V^{\alpha\alpha}(C^{\alpha\delta} - \sum_\kappa P^{\alpha\kappa} C^{\alpha\kappa})$ with
-        $C^{\alpha\delta} = V^{\delta\delta} - 2 W^{\alpha\delta}$, up to what does not depend on $\delta$ and so drops out.
+        $C^{\alpha\delta} = V^{\delta\delta} - 2 W^{\alpha\delta}$, up to terms that do not depend on $\delta$: the softmax ignores them.
         """
         P, v = resting_attention(mask, V.shape[-1], V), V.diagonal(dim1=-2, dim2=-1)
         # K is V of the tokens less the first of them. What all keys share changes neither Q nor S2, but for the query's own length, and its

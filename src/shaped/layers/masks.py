@@ -13,10 +13,10 @@ from shaped.checks import as_tensor, whole_number
 from shaped.nn.functional import logit_bias
 
 Mask = str | Tensor | None
-Rows = Float[Tensor, "rows m"]  # the rows of an m x m matrix, or one row that stands for all of them
+Rows = Float[Tensor, "rows m"]  # the rows of an m x m matrix, or one row to broadcast if all are equal
 
 
-def checked_mask(mask: Any, heads: int) -> Mask:
+def check_mask(mask: Any, heads: int) -> Mask:
     """None, "causal", or a bias in double precision, [m, m] or [heads, m, m]: numbers, with -inf where a token is not attended to."""
     if mask is None or (isinstance(mask, str) and mask == "causal"):
         return mask
@@ -43,7 +43,7 @@ def checked_mask(mask: Any, heads: int) -> Mask:
 def head_masks(mask: Mask, heads: int) -> tuple[Mask, ...]:
     """The mask of each head."""
     if isinstance(mask, Tensor) and mask.ndim == 3:
-        return tuple(bias.clone() for bias in mask)  # a view would take all of them along to a worker
+        return tuple(bias.clone() for bias in mask)  # a clone: a view would send the biases of all heads to a worker
     return (mask,) * heads
 
 
@@ -60,7 +60,7 @@ def describe_mask(mask: Mask) -> str:
 def resting_attention(mask: Mask, m: int, like: Tensor) -> Rows:
     r"""$P = \text{softmax}(B)$ row by row: the attention of one head at zero logits, by which shaped attention is centred.
 
-    Without a mask it is $11^\top/m$ (Eq. shaped-attention): one row stands for all, and sums over it cost O(m²). For the causal mask
+    Without a mask it is $11^\top/m$ (Eq. shaped-attention): one row is broadcast to all, and sums over it cost O(m²). For the causal mask
     it has 1/i in the first i entries of row i (below that equation).
     """
     if mask is None:

@@ -28,7 +28,7 @@ class Normalised(Layer):
 
     @property
     def needs_tokens(self) -> bool:
-        return True  # LayerNorm takes each token's mean over its features, which the covariance does not know
+        return True  # LayerNorm needs the mean of each token's features, which the covariance does not determine
 
     def check_sizes(self, sizes: Sizes) -> None:
         self.layer.check_sizes(sizes)

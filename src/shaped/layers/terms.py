@@ -1,8 +1,7 @@
 """The terms that covariance SDEs are sums of. A layer lists its terms; the solver sees only terms.
 
-A term has a drift b(V), a noise of covariance Sigma(V), and a `move`: one step of size h of the equation with this term
-alone, weakly correct to first order, which stays in the positive cone at any h because it only ever multiplies a
-factor of V or adds positive semi-definite matrices.
+A term has a drift b(V), a noise of covariance Sigma(V), and a `move`: one step of size h of the equation with only this term, of weak
+order 1. A move multiplies a factor of V or adds positive semi-definite matrices, so it stays positive semi-definite for every h.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ class Term(ABC):
 
     @abstractmethod
     def move(self, point: Point, h: float, normals: Normals) -> Point:
-        """A step of size h that cannot leave the cone."""
+        """A step of size h that stays positive semi-definite."""
 
     @abstractmethod
     def longest(self, m: int) -> float:
-        """The longest step of m tokens that the solver should take by itself, wherever V is."""
+        """The longest default step of the solver for m tokens, for every V."""
 
     def halved(self) -> Term:
-        """The same term, of which a step of half the length is taken in as many parts as the whole."""
+        """The same term for half steps: it cuts a step h/2 into as many parts as this one cuts h."""
         return self
 
     @abstractmethod
     def plus(self, other: Term) -> Term | None:
-        """One term equal to both together, or None where there is no such term."""
+        """The sum of both as one term, or None if there is no such term."""
 
     def Sigma(self, V: Matrix) -> Dense:
         """The covariance of the noise's upper triangle, row by row."""
@@ -57,8 +56,8 @@ class Term(ABC):
         return self.tensor(V)[..., rows, columns, :, :][..., rows, columns]
 
 
-def collected(terms: Iterable[Term]) -> tuple[Term, ...]:
-    """The same sum with as few terms as possible, so that the solver draws and multiplies as little as it can."""
+def merge_terms(terms: Iterable[Term]) -> tuple[Term, ...]:
+    """The same sum with as few terms as possible. Fewer terms need fewer random numbers and products."""
     kept: list[Term] = []
     for term in terms:
         for i, earlier in enumerate(kept):
@@ -80,7 +79,7 @@ class WeightNoise(Term):
 
     scale: float
     fineness: float = 1.0
-    """By which the longest step that is not taken in parts is shorter than it need be."""
+    """Factor of the longest step that is not cut into parts; below 1 in half steps."""
 
     def drift(self, V: Matrix) -> Matrix:
         return torch.zeros_like(V)
@@ -120,7 +119,7 @@ class WeightNoise(Term):
         return Point(root=L)
 
     def longest(self, m: int) -> float:
-        r"""The longest step that is not taken in parts: $\nu$ is at least 20 and $2(m + 1)$. Near m, W would lose its small eigenvalues."""
+        r"""The longest step that is not cut into parts: $\nu \ge 20$ and $\nu \ge 2(m + 1)$. With $\nu$ near m, W is almost singular."""
         return self.fineness * min(0.05, 0.5 / (m + 1)) / self.scale if self.scale else math.inf
 
     def halved(self) -> WeightNoise:

@@ -15,7 +15,7 @@ from shaped.nn.activations import C_MINUS, ShapedActivation
 from shaped.nn.modules import DEEPEST, Attend, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain, has_gains
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
-Some = Float[Tensor, "*batch k width"]  # of the tokens
+Some = Float[Tensor, "*batch k width"]  # k of the m tokens
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -55,9 +55,9 @@ class ShapedTransformerBlock(nn.Module):
 
     def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Some:
         """`places`, [batch, k]: the tokens to return; all of them by default. The feed-forward branch computes no others."""
-        # Gains keep their precision where the tokens have less.
+        # Gains may have a higher precision than the tokens; cast the sum back.
         x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)).to(x.dtype)
-        x = x if places is None else tokens_at(x, places)
+        x = x if places is None else gather_tokens(x, places)
         return (self.lam_feedforward * x + self.gamma_feedforward * self.feedforward(x)).to(x.dtype)
 
 
@@ -75,15 +75,15 @@ class LayerNormBlock(nn.Module):
         """`places` as in `ShapedTransformerBlock`."""
         if self.place == "pre":
             x = x + self.attention(self.norm_attention(x), attn_mask, attend)
-            x = x if places is None else tokens_at(x, places)
+            x = x if places is None else gather_tokens(x, places)
             return x + self.feedforward(self.norm_feedforward(x))
-        dtype = x.dtype  # under autocast norms are in single precision
+        dtype = x.dtype  # autocast computes norms in float32
         x = x + self.attention(x, attn_mask, attend)
-        x = self.norm_attention(x if places is None else tokens_at(x, places)).to(dtype)
+        x = self.norm_attention(x if places is None else gather_tokens(x, places)).to(dtype)
         return self.norm_feedforward(x + self.feedforward(x)).to(dtype)
 
 
-def tokens_at(x: Tensor, places: Tensor) -> Tensor:
+def gather_tokens(x: Tensor, places: Tensor) -> Tensor:
     """The tokens at places [batch, k], of tokens [batch, m, width]."""
     if x.ndim != 3 or places.ndim != 2 or len(places) != len(x):
         raise ValueError(f"places must be [batch, k] for tokens [batch, m, width], got {list(places.shape)} for {list(x.shape)}")
@@ -135,7 +135,7 @@ class ShapedDecoder(ShapedEncoder):
 
 
 def gains(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained numbers of a shaped model, by name: lambda, gamma, gamma1, gamma2, the activations' slopes."""
+    """The trained scalars of a shaped model, by name: lambda, gamma, gamma1, gamma2, the activations' slopes."""
     owners = (Shapeable, ShapedTransformerBlock)
     return {
         name: gain

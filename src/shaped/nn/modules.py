@@ -16,7 +16,7 @@ from shaped.nn.activations import C_MINUS, ShapedActivation, ShapedReLU, check_a
 from shaped.nn.functional import shaped_attention
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
-DEEPEST = 10_000  # blocks of a stack; more than anyone trains, and objects of Python that still fit into memory
+DEEPEST = 10_000  # blocks of a stack: more than anyone trains, and they still fit into memory
 Tokens = Float[Tensor, "*batch m width"]
 Attend = Callable[["ShapedSelfAttention", Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -24,17 +24,17 @@ Attend = Callable[["ShapedSelfAttention", Tensor, Tensor, Tensor, Tensor | None]
 Stock = TypeVar("Stock", nn.Linear, nn.Embedding)
 
 
-def matrix(features: int, outputs: int, std: float) -> nn.Linear:
+def make_linear(features: int, outputs: int, std: float) -> nn.Linear:
     """A matrix without bias, whose entries start as N(0, std²).
 
-    Exactly an `nn.Linear`, not a class of its own: what quantises models (bitsandbytes, torchao, `quantize_dynamic`) replaces that class
-    and passes over any other.
+    A plain `nn.Linear`, not a subclass: quantisers (bitsandbytes, torchao, `quantize_dynamic`) replace `nn.Linear` and ignore other
+    classes.
     """
-    return starting_at(nn.Linear(features, outputs, bias=False, device="meta"), std)
+    return init_normal(nn.Linear(features, outputs, bias=False, device="meta"), std)
 
 
-def starting_at(layer: Stock, std: float) -> Stock:
-    """The layer, made on the meta device, where nothing is drawn, with entries N(0, std²). It keeps `std`, to be drawn anew by it."""
+def init_normal(layer: Stock, std: float) -> Stock:
+    """Draws the weight of a layer from the meta device as N(0, std²). The layer keeps `std`, so that it can be initialised again."""
     layer.weight = nn.Parameter(torch.empty(layer.weight.shape))
     layer.__dict__["std"] = std
     nn.init.normal_(layer.weight, std=std)
@@ -54,7 +54,7 @@ class AttentionShaping(Shapeable):
         add_gain(self, "gamma2", gamma2, trained)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """gamma1 and gamma2. To be called as a module is, so that what offloads or shards weights sees to them."""
+        """gamma1 and gamma2. Call the module, not its attributes: tools that offload or shard weights work through hooks of the call."""
         return self.gamma1, self.gamma2
 
     def scalars(self) -> tuple[Tensor, ...]:
@@ -66,7 +66,7 @@ class AttentionShaping(Shapeable):
 
 
 def has_gains(attention: nn.Module) -> bool:
-    """Has this attention gains of its own? Whatever they are wrapped in, to be trained beside an adapter (PEFT) or sharded."""
+    """Does this attention have gains? They may be inside a wrapper, such as those of PEFT or of sharding."""
     shaping = getattr(attention, "shaping", None)
     return isinstance(shaping, nn.Module) and any(isinstance(part, AttentionShaping) for part in shaping.modules())
 
@@ -84,7 +84,7 @@ class ShapedSelfAttention(nn.Module):
         key_width: features of each head's queries and keys; width/heads by default.
         tau0: temperature.
         causal: a token sees itself and what came before it.
-        fold: put the temperature into the initial weights (the default: learning rates then need no change) or into the scale.
+        fold: put the temperature into the initial weights (the default; learning rates need no change) or into the scale.
         dropout: of the softmax; identity and centring are not dropped.
         schedule: gamma1 and gamma2 are parameters if it learns them, buffers else.
         shaped: False for softmax attention at the usual temperature, without identity and centring.
@@ -117,8 +117,8 @@ class ShapedSelfAttention(nn.Module):
         extra = tau0 * math.sqrt(width) if shaped else 1.0
         self.scale = key_width**-0.5 if fold else key_width**-0.5 / extra
         std = (width * extra) ** -0.5 if fold else width**-0.5
-        self.query, self.key = (matrix(width, heads * key_width, std) for _ in range(2))
-        self.value, self.output = (matrix(width, width, width**-0.5) for _ in range(2))
+        self.query, self.key = (make_linear(width, heads * key_width, std) for _ in range(2))
+        self.value, self.output = (make_linear(width, width, width**-0.5) for _ in range(2))
         self.shaping = AttentionShaping(trained=check_schedule(schedule).learns) if shaped else None
         self.register_module("qkv", None)
         self.splits = (heads * key_width, heads * key_width, width)
@@ -131,7 +131,7 @@ class ShapedSelfAttention(nn.Module):
     def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
         """`attn_mask` as in `shaped_attention`: key padding is [batch, 1, 1, m], True where a token may be attended to.
 
-        `attend` replaces what is done with queries, keys and values, such as to keep them in a cache.
+        `attend` replaces the attention of queries, keys and values, for example to use a cache.
         """
         if self.qkv is None:
             features = self.query(x), self.key(x), self.value(x)
@@ -146,7 +146,7 @@ class ShapedSelfAttention(nn.Module):
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
     def fits_short_kernel(self, x: Tensor) -> bool:
-        """Can `kernels.short_attention` take tokens like these? It knows neither masks nor dropout, and q, k and v must have one width."""
+        """Does `kernels.short_attention` support these tokens? It has no masks and no dropout, and q, k and v must have the same width."""
         simple = not self.is_causal and (self.dropout == 0.0 or not self.training) and len(set(self.splits)) == 1
         return simple and short_attention.fits(x, self.splits[0] // self.heads)
 
@@ -166,11 +166,11 @@ class ShapedFeedForwardBlock(Shapeable):
         c_minus: the negative slope of the shaped ReLU starts at 1 + c_minus/sqrt(width); its positive slope is 1.
         schedule: the activation's slope is a parameter if it learns it, a buffer else.
         shaped: False for the plain activation.
-        activation: another one than the shaped ReLU, such as `ShapedGELU()`; `c_minus` must not be given then.
+        activation: replaces the shaped ReLU, for example `ShapedGELU()`; `c_minus` must not be given then.
     """
 
     slope: Tensor | None
-    """What shapes the activation; None when plain. The mean slope at 0 is (1 + slope)/2. For the ReLU it is the negative slope."""
+    """The gain that shapes the activation; None if plain. The mean slope at 0 is (1 + slope)/2. For the ReLU it is the negative slope."""
 
     def __init__(
         self,
@@ -192,8 +192,8 @@ class ShapedFeedForwardBlock(Shapeable):
         check_activation(self.activation)
         self.start = self.activation.start(width) if shaped else 0.0
         function = self.activation.at(width) if shaped else self.activation.plain
-        self.pre = matrix(width, hidden, width**-0.5)
-        self.post = matrix(hidden, width, math.sqrt(function.normaliser() / hidden))
+        self.pre = make_linear(width, hidden, width**-0.5)
+        self.post = make_linear(hidden, width, math.sqrt(function.normaliser() / hidden))
         if shaped:
             add_gain(self, "slope", self.start, check_schedule(schedule).learns)
         else:
@@ -212,9 +212,9 @@ class ShapedFeedForwardBlock(Shapeable):
 
 
 def add_gain(module: nn.Module, name: str, start: float, trained: bool) -> None:
-    """Gives the module a number: a parameter if it is trained, else a buffer, saved with the weights either way.
+    """Adds a scalar to the module: a parameter if it is trained, else a buffer. Both are saved with the weights.
 
-    It has one dimension: PyTorch cannot shard parameters that have none.
+    Its shape is [1]: PyTorch cannot shard parameters without dimensions.
     """
     value = torch.tensor([float(start)])
     if trained:

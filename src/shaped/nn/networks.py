@@ -1,7 +1,7 @@
 """Random networks of the theory with explicit weights, all of them iid N(0, 1), as the paper writes them.
 
 Tests check the weightless simulation against them. They compute the paper's equations and nothing else.
-Their last keyword arguments, `draw`, are those of `weights`.
+The keyword arguments `draw` go to `draw_weights`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class RandomAttention(nn.Module):
         super().__init__()
         self.heads, self.tau, self.gamma1, self.gamma2 = heads, tau, gamma1, gamma2
         self.mask = mask
-        self.query, self.key = weights(n, heads * n_k, **draw), weights(n, heads * n_k, **draw)
-        self.value = weights(n, n, **draw)
-        self.output = weights(n, n, **draw) if project else None
+        self.query, self.key = draw_weights(n, heads * n_k, **draw), draw_weights(n, heads * n_k, **draw)
+        self.value = draw_weights(n, n, **draw)
+        self.output = draw_weights(n, n, **draw) if project else None
 
     def forward(self, x: X) -> X:
         scale = 1.0 / math.sqrt(x.shape[-1])
         query, key, value = (
             (x @ weight * scale).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for weight in (self.query, self.key, self.value)
         )
-        # A shift that all keys share changes no row of the softmax. Without it, the rounding of A's row sums, times the keys' common part,
-        # drowns the query's gradient when the tokens collapse (Fig. gradients).
+        # Subtract the first key from all keys. This does not change the softmax, but keeps the query's gradient accurate: when tokens
+        # collapse, rounding errors of A's row sums times the keys' common part are larger than the gradient (Fig. gradients).
         key = key - key[..., :1, :]
         A = attention_matrix(query @ key.mT / self.tau, logit_bias(self.mask, x.shape[-2], x), self.gamma1, self.gamma2)
         mixed = (A @ value).transpose(-2, -3).flatten(-2)
@@ -60,7 +60,7 @@ class RandomFeedForward(nn.Module):
     def __init__(self, n: int, activation: Activation, **draw: Any):
         super().__init__()
         self.activation = activation
-        self.pre, self.post = weights(n, n, **draw), weights(n, n, **draw)
+        self.pre, self.post = draw_weights(n, n, **draw), draw_weights(n, n, **draw)
 
     def forward(self, x: X) -> X:
         n = x.shape[-1]
@@ -73,7 +73,7 @@ class RandomPerceptron(nn.Module):
     def __init__(self, n: int, activation: Activation, **draw: Any):
         super().__init__()
         self.activation = activation
-        self.weight = weights(n, n, **draw)
+        self.weight = draw_weights(n, n, **draw)
 
     def forward(self, x: X) -> X:
         return math.sqrt(self.activation.normaliser()) * self.activation(x @ self.weight / math.sqrt(x.shape[-1]))
@@ -91,6 +91,6 @@ class Residual(nn.Module):
         return layer_norm(y) if self.norm == "post" else y
 
 
-def weights(rows: int, columns: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None) -> nn.Parameter:
+def draw_weights(rows: int, columns: int, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A matrix of standard normals."""
     return nn.Parameter(torch.randn(rows, columns, generator=generator, dtype=dtype))

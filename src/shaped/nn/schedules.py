@@ -16,7 +16,7 @@ class Shapeable(nn.Module, ABC):
 
     @abstractmethod
     def scalars(self) -> tuple[Tensor, ...]:
-        """The gains that are the shaping."""
+        """The gains that shape this module."""
 
     @abstractmethod
     def set_shaping(self, share: float) -> None:
@@ -39,7 +39,7 @@ class Schedule(ABC):
         """The share of the initial shaping that is left at a step."""
 
     def apply(self, model: nn.Module, step: int) -> None:
-        """Sets the shaping of every module of the model for this step, before its forward pass. What is trained is left alone."""
+        """Sets the shaping of every module of the model for this step, before its forward pass. Trained gains do not change."""
         if self.learns:
             return
         shapeable = [module for module in model.modules() if isinstance(module, Shapeable)]

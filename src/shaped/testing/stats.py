@@ -1,4 +1,4 @@
-"""Statistical checks: z standard errors and a declared bias, nothing else. Each rejects an error of 5 % (tests/test_stats.py)."""
+"""Statistical checks: z standard errors and a declared bias, nothing else. Each rejects an error of 5 % (tests/core/test_stats.py)."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from shaped.checks import in_range, positive, whole_number
 from shaped.files import read_json, read_text, write_sealed
 from shaped.train.run.folder import HISTORY, check_files, check_run_folder
 from shaped.train.run.options import check, option
-from shaped.train.run.result import Result, commit
-from shaped.train.run.settings import like
+from shaped.train.run.result import Result, find_commit
+from shaped.train.run.settings import copy_option
 from shaped.train.run.stopping import Diverged
 from shaped.train.step.config import StepConfig, StepSchedule
 from shaped.train.step.objectives.classification import ClassifierLoss, ExampleBatches
@@ -62,14 +62,14 @@ class GlueSettings:
     batch: int = option(16, "Examples of a step.", topic="data", least=1)
     warmup: float = option(0.0, "Share of the steps in which the learning rate grows.", topic="optimisation", low=0.0)
     seeds: tuple[int, ...] = option((0, 1, 2), "Seeds of the head and of the order of the examples.", topic="optimisation")
-    optimiser: str = like("optimiser")
-    clip: float = like("clip")
-    device: str = like("device")
-    precision: str = like("precision")
-    stream: str = like("stream")
-    compile: str = like("compile")
-    graph: str = like("graph")
-    attention: str = like("attention")
+    optimiser: str = copy_option("optimiser")
+    clip: float = copy_option("clip")
+    device: str = copy_option("device")
+    precision: str = copy_option("precision")
+    stream: str = copy_option("stream")
+    compile: str = copy_option("compile")
+    graph: str = copy_option("graph")
+    attention: str = copy_option("attention")
 
     def __post_init__(self) -> None:
         check(self)
@@ -143,7 +143,7 @@ def glue(
     result = Result.read(check_run_folder(run) / "result.json")
     check_files(run, lambda name: name not in HISTORY)
     check_config(run, result)
-    with reading(run):
+    with explain_errors(run):
         tokenizer: Any = AutoTokenizer.from_pretrained(run)
         length = shaped.hf.ShapedConfig.from_pretrained(run).max_position_embeddings
     tokenizer.model_max_length = 1 << 30  # texts are truncated below
@@ -168,7 +168,7 @@ def glue(
         summary[name] = {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None, "values": values}
     summary |= {"precision": "bf16" if config.half else "float32", "stream": str(config.stream).removeprefix("torch.")}
     summary |= {"epochs": settings.epochs, "lr": settings.lr, "batch": settings.batch, "warmup": settings.warmup, "length": length}
-    summary |= {"examples": {part: len(parts[part]) for part in parts}, "run": result.command, "commit": commit()}
+    summary |= {"examples": {part: len(parts[part]) for part in parts}, "run": result.command, "commit": find_commit()}
     write_sealed(run / f"glue-{settings.task}.json", summary)
     return summary
 
@@ -182,7 +182,7 @@ def check_config(run: Path, result: Result) -> None:
 
 
 @contextmanager
-def reading(run: Path) -> Iterator[None]:
+def explain_errors(run: Path) -> Iterator[None]:
     """Turns any error of transformers in a damaged file into one line."""
     try:
         yield
@@ -199,7 +199,7 @@ def load_classifier(run: Path, seed: int) -> Any:
     transformers.utils.logging.set_verbosity_error()  # no warning that the head is new
     transformers.utils.logging.disable_progress_bar()
     try:
-        with reading(run), torch.random.fork_rng(devices=[]):
+        with explain_errors(run), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return shaped.hf.ShapedForSequenceClassification.from_pretrained(run, num_labels=2)
     finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shaped.files import entries, read_json, sha256, write_atomically, write_sealed
+from shaped.files import check_entries, read_json, sha256, write_atomically, write_sealed
 from shaped.train.run import checkpoint
 from shaped.train.run.folder import HISTORY, check_files, read_settings
 from shaped.train.run.metrics import read_metrics
@@ -107,7 +107,7 @@ def _read_folder(folder: Path, planned: Settings | None) -> RunRecord:
 
 
 def exists(path: Path) -> bool:
-    """True also for a dangling link, which is damage and not absence."""
+    """True also for a dangling link: it is a damaged file, not a missing one."""
     return os.path.lexists(path)
 
 
@@ -125,15 +125,15 @@ def read_file(path: Path) -> list[RunRecord]:
             raise ValueError(f"its metrics, {log}, are not those that were written with it")
         lines: dict[str, list[dict[str, Any]]] = {}
         for line in read_metrics(log):
-            lines.setdefault(entries("a line of its metrics", line, run=str)["run"], []).append(line)
+            lines.setdefault(check_entries("a line of its metrics", line, run=str)["run"], []).append(line)
         found = []
         for row in about["runs"]:
-            name = entries("a run", row, name=str)["name"]
-            glue = entries("glue", row.get("glue", {}))
+            name = check_entries("a run", row, name=str)["name"]
+            glue = check_entries("glue", row.get("glue", {}))
             result = Result.of({key: value for key, value in row.items() if key not in ("name", "glue")})
             found.append(RunRecord(name, result.settings | _select_main(row), lines.get(name, []), result, glue))
-        for row in entries("it", about | {"unfinished": about.get("unfinished", [])}, unfinished=list)["unfinished"]:
-            name = entries("a run", row, name=str, why=str, settings=dict)["name"]
+        for row in check_entries("it", about | {"unfinished": about.get("unfinished", [])}, unfinished=list)["unfinished"]:
+            name = check_entries("a run", row, name=str, why=str, settings=dict)["name"]
             found.append(RunRecord(name, row["settings"] | _select_main(row["settings"]), lines.get(name, []), why=row["why"]))
         if len({run.name for run in found}) < len(found):
             raise ValueError("a name is there twice")

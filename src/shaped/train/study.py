@@ -83,9 +83,9 @@ def read_study(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float
 
 def study(path: Path, *, only: Sequence[str] = (), log: Log = print, progress: bool = False, **overrides: Any) -> dict[str, Any]:
     """Does the runs that are not done yet, or those of them named in `only`, and writes `study.json` (results) and `study.jsonl` (all
-    metrics) after each of them. Several processes may share a study: what one works on, the others leave alone.
+    metrics) after each of them. Several processes may share a study: each skips the runs that another one works on.
 
-    In what it returns, as in `study.json`, `unfinished` says of a run that diverged `why`; `failed` has the errors of other runs by name.
+    Returns the content of `study.json`: `unfinished` has the reason (`why`) of a run that diverged; `failed` has other errors by name.
     """
     runs, minutes, out = read_study(path, **overrides)
     for name in only:
@@ -118,7 +118,7 @@ def study(path: Path, *, only: Sequence[str] = (), log: Log = print, progress: b
         except Exception as error:  # of this run: the others may have none
             failed[name] = describe_error(error)
             log(f"{name}: {failed[name]}")
-        if name in failed:  # now that the error, which holds on to what the run had in memory, is gone
+        if name in failed:  # only here: the error, now deleted, kept the run's tensors in memory
             steppers.clear()
             gc.collect()
             torch.cuda.empty_cache()
@@ -150,6 +150,6 @@ def read_run(name: str, settings: Settings, unreadable: dict[str, str]) -> RunRe
 
 
 def describe_error(error: Exception) -> str:
-    """One line. Errors that were not written for people are preceded by their type."""
+    """One line. The type precedes the text of unexpected errors (not a ValueError)."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

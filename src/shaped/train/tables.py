@@ -35,11 +35,11 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 TASK = ("width", "heads", "batch", "mask_share")  # beside depth, steps and text, these must agree for two losses to be compared
 NAMED = ("model", "schedule", "depth", "hidden", "steps", "lr", "seed", "objective", "precision", "stream")
 CHOSEN = tuple(about for about in fields(Settings) if about.metadata["affects"] == "result" and about.name not in (*TASK, *NAMED))
-"""What was tried to find the best, beside the learning rate: the settings that affect the result and do not tell tasks or runs apart.
-Precisions change it in its rounding alone."""
+"""Settings that were tuned, beside the learning rate: those that affect the result and do not identify a task or a run.
+Precisions are left out: they only change the rounding."""
 LOSSES = ("train_loss", "test_loss")
 OLD_DEFAULTS = DEFAULTS | PRESETS["paper"]
-"""Of runs that do not say all their settings: they are from when the paper's were the defaults."""
+"""For runs whose record lacks settings: in their time the paper's values were the defaults."""
 
 
 def table1(results: Iterable[Result]) -> list[dict[str, Any]]:
@@ -93,8 +93,8 @@ def table2(runs: Iterable[RunRecord]) -> list[dict[str, Any]]:
 def entropy_curves(runs: Iterable[RunRecord], layers: tuple[int, ...] = (1, 7)) -> list[dict[str, Any]]:
     """fig6: the entropy of some layers (counted from 1) against steps, for every run, finished or not.
 
-    "recipe" is the same for runs that differ in their learning rate, steps and seed alone; "planned" are the steps it was to have, and
-    "ended" it has if it came to its end, which may be that it diverged.
+    Runs with the same "recipe" differ only in learning rate, steps and seed. "planned" is the number of steps in the settings. "ended" is
+    true for a finished run and for one that diverged.
     """
     curves = []
     for run in runs:
@@ -130,7 +130,7 @@ def _describe_task(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_recipe(settings: dict[str, Any]) -> dict[str, Any]:
-    """What was chosen for a model, but its learning rate: the settings that it makes use of."""
+    """The tuned settings that a model uses, without its learning rate."""
     given, model = OLD_DEFAULTS | settings, settings["model"]
     if given["gamma_feedforward"] is None:
         given["gamma_feedforward"] = given["gamma"]

@@ -20,7 +20,7 @@ import numpy as np
 
 from shaped.figures.harness.claims import HOLDS, RELATIONS, verdict
 from shaped.figures.harness.page import Result
-from shaped.files import entries, open_regular, read_sealed, write_atomically, write_sealed
+from shaped.files import check_entries, open_regular, read_sealed, write_atomically, write_sealed
 
 TEXTS = ("figure", "title", "shows", "version", "code", "scale", "device", "arrays_sha256")
 FIELDS = dict.fromkeys(TEXTS, str) | {"seed": int, "settings": dict, "seconds": float, "claims": list, "table": dict}
@@ -79,11 +79,11 @@ def _check_tokens(name: str, value: dict[str, Any]) -> None:
     if "tokens" not in value:
         raise ValueError(f"{name} must have tokens (int or null), got none")
     if value["tokens"] is not None:  # a page of training runs has no number of tokens
-        entries(name, value, tokens=int)
+        check_entries(name, value, tokens=int)
 
 
 def _check_claim(name: str, row: Any) -> None:
-    entries(name, row, **CLAIM)
+    check_entries(name, row, **CLAIM)
     _check_tokens(name, row)
     ends = row["interval"]
     if len(ends) != 2 or not all(end is None or _is_number(end) for end in ends):
@@ -94,11 +94,11 @@ def _check_claim(name: str, row: Any) -> None:
     if row["verdict"] != expected:
         raise ValueError(f"{name} must have the verdict {expected!r}, as its interval and threshold say, got {row['verdict']!r:.60}")
     if expected != HOLDS:
-        entries(name, row, reason=str)
+        check_entries(name, row, reason=str)
 
 
 def _check_table(name: str, table: dict[str, Any]) -> None:
-    entries(name, table, columns=list, rows=list)
+    check_entries(name, table, columns=list, rows=list)
     for line in ([*table["columns"]], *table["rows"]):
         if not isinstance(line, list) or len(line) != len(table["columns"]):
             raise ValueError(f"{name} must have rows of {len(table['columns'])} cells, got {line!r:.60}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import shaped
-from shaped.checks import usable
+from shaped.checks import check_device
 from shaped.figures.harness import cache
 from shaped.figures.harness.claims import HOLDS, describe_verdicts
 from shaped.figures.harness.code_hash import hash_code
@@ -102,7 +102,7 @@ def reproduce(
     if not find_spec("matplotlib"):
         raise ValueError("reproduce needs matplotlib: pip install 'shaped-transformer[plot]'")
     wanted, simulator = select_pages(ids, runs), Simulator(tokens, seed, device, executor, tuple(runs))
-    usable(device)
+    check_device(device)
     # Runs are read first, which is fast: errors in them come before the figures take their time.
     pages, missing = {}, {}
     for id in wanted:

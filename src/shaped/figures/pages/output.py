@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from shaped.compare import distances
+from shaped.compare import measure_distances
 from shaped.covariance import equicorrelated, factor
 from shaped.figures.harness.claims import Row, judge_agreement, judge_separation
 from shaped.figures.harness.page import Result
@@ -111,9 +111,9 @@ def products(X: Output) -> Float[np.ndarray, "sample number"]:
 
 def judge_outputs(m: int, samples: dict[str, Output], seed: int) -> list[Row]:
     rng = np.random.default_rng(seed)
-    one, _ = distances(entries(samples["network"]), entries(samples["sde"]), RESAMPLES, rng)
-    two, _ = distances(products(samples["network"]), products(samples["sde"]), RESAMPLES, rng)
-    wide, _ = distances(entries(samples["network"]), entries(samples["wide"]), RESAMPLES, rng)
+    one, _ = measure_distances(entries(samples["network"]), entries(samples["sde"]), RESAMPLES, rng)
+    two, _ = measure_distances(products(samples["network"]), products(samples["sde"]), RESAMPLES, rng)
+    wide, _ = measure_distances(entries(samples["network"]), entries(samples["wide"]), RESAMPLES, rng)
     words = f"the output is N(0, V_T ⊗ I) with the SDE's V_T: {KS}"
     return [
         judge_agreement("output.entry", m, f"{words} an entry", one),

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from shaped.compare import Sample, distances
+from shaped.compare import Sample, measure_distances
 from shaped.figures.harness.claims import TOLERANCE, Row, judge, judge_agreement, judge_separation
 from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared.density import joint_densities, pairs
@@ -79,7 +79,7 @@ def judge_law(id: str, m: int, claim: str, one: Sample, other: Sample, seed: int
         if at_least is None:
             return judge(id, m, claim, 1.0, (1.0, 1.0), at_most=TOLERANCE, why=why)
         return judge(id, m, claim, 0.0, (0.0, 1.0), at_least=at_least, why=why)
-    distance, _ = distances(one, other, RESAMPLES, np.random.default_rng(seed))
+    distance, _ = measure_distances(one, other, RESAMPLES, np.random.default_rng(seed))
     return judge_agreement(id, m, claim, distance) if at_least is None else judge_separation(id, m, claim, distance, at_least)
 
 

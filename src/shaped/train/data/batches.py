@@ -52,6 +52,6 @@ class Batches(ABC):
         """The batches of `count` steps from `first` on: what the loss takes, each with a leading dimension `count`."""
 
 
-def rows_on_device(rows: np.ndarray, device: torch.device | str) -> Tensor:
+def load_rows(rows: np.ndarray, device: torch.device | str) -> Tensor:
     """All rows on the device, so that a step needs nothing from the host. As int32, since few operations take uint16."""
     return torch.from_numpy(np.asarray(rows).astype(np.int32)).to(device)

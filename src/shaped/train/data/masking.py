@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shaped.checks import in_range
-from shaped.train.data.batches import Batches, rows_on_device
+from shaped.train.data.batches import Batches, load_rows
 from shaped.train.data.prepared import Data
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -33,7 +33,7 @@ class MaskedBatches(Batches):
         self.length, self.vocab = rows.shape[1], vocab
         self.mask, self.plain = special["[MASK]"], max(special.values()) + 1
         self.masked = max(1, round(share * self.length))
-        self.rows = rows_on_device(rows, self.device)
+        self.rows = load_rows(rows, self.device)
 
     @classmethod
     def of(cls, data: Data, part: str, **how: Any) -> MaskedBatches:

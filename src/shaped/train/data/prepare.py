@@ -15,7 +15,7 @@ from shaped.checks import in_range, whole_number
 from shaped.files import read_json, remove, write_sealed
 from shaped.train.data.packing import pack_rows, progress_file
 from shaped.train.data.prepared import IDS, PARTS, Data, load_data
-from shaped.train.data.text import Line, fingerprint, is_file, lines
+from shaped.train.data.text import Line, fingerprint, is_file, read_lines
 from shaped.train.data.tokenizer import SPECIAL, find_change, hash_files, load_tokenizer, make_tokenizer
 from shaped.train.folder_lock import folder_lock
 
@@ -90,7 +90,7 @@ def _prepare_missing(
             if part in whole:
                 parts[part] = whole[part]
                 continue
-            stream = _select_documents(_read_lines(sources, bar(part, sources)), None if valid else (part == "valid", valid_share))
+            stream = _select_documents(_read_sources(sources, bar(part, sources)), None if valid else (part == "valid", valid_share))
             parts[part] = pack_rows(stream, tokenizer, out / f"{part}.bin", length, dtype, tokens if part == "train" else None)
     if not all(parts[part]["rows"] for part in PARTS):
         _clear(out)  # the right request will be another one
@@ -168,11 +168,11 @@ def _clear(out: Path) -> None:
 
 
 def _read_training_text(text: list[str], valid: list[str] | None, share: float, advance: Callable[[int], object]) -> Iterator[str]:
-    return (line for line in _select_documents(_read_lines(text, advance), None if valid else (False, share)) if line is not None)
+    return (line for line in _select_documents(_read_sources(text, advance), None if valid else (False, share)) if line is not None)
 
 
-def _read_lines(sources: list[str], advance: Callable[[int], object]) -> Iterator[Line]:
-    return (line for source in sources for line in lines(source, advance))
+def _read_sources(sources: list[str], advance: Callable[[int], object]) -> Iterator[Line]:
+    return (line for source in sources for line in read_lines(source, advance))
 
 
 def _select_documents(stream: Iterator[Line], hold_out: tuple[bool, float] | None) -> Iterator[Line]:

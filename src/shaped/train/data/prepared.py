@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shaped.checks import whole_number
-from shaped.files import entries, read_json, sha256
+from shaped.files import check_entries, read_json, sha256
 from shaped.train.data.tokenizer import SPECIAL, find_fault, hash_files
 
 PARTS = ("train", "valid")
@@ -95,14 +95,14 @@ def load_data(folder: Path) -> Data:
     try:
         facts = read_json(folder / "data.json", vocab=int, length=int, dtype=str, special=dict, train=dict, valid=dict)
         for part in PARTS:
-            about = entries(part, facts[part], rows=int, tokens=int, documents=int, sha256=str, stopped_at_limit=bool)
+            about = check_entries(part, facts[part], rows=int, tokens=int, documents=int, sha256=str, stopped_at_limit=bool)
             if about["rows"] < 0 or about["tokens"] != about["rows"] * facts["length"]:
                 raise ValueError(f"{part} must have rows of {facts['length']} tokens, got {about['tokens']} in {about['rows']} rows")
-        entries("special", facts["special"], **dict.fromkeys(SPECIAL, int))
+        check_entries("special", facts["special"], **dict.fromkeys(SPECIAL, int))
         if facts["special"] != IDS:
             raise ValueError(f"special must be {IDS}, got {facts['special']}")
-        hashes = entries("tokenizer", facts.get("tokenizer", {}))  # older folders have none
-        entries("tokenizer", hashes, **dict.fromkeys(hashes, str))
+        hashes = check_entries("tokenizer", facts.get("tokenizer", {}))  # older folders have none
+        check_entries("tokenizer", hashes, **dict.fromkeys(hashes, str))
         whole_number("length", facts["length"], most=1 << 32)
         whole_number("vocab", facts["vocab"], least=len(SPECIAL) + 1, most=1 << 32)
         if facts["dtype"] not in ("uint16", "uint32"):

@@ -45,13 +45,13 @@ def fingerprint(source: str) -> dict[str, Any]:
         return {"file": Path(source).name, "bytes": Path(source).stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def lines(source: str, advance: Callable[[int], object] = lambda _: None) -> Iterator[Line]:
+def read_lines(source: str, advance: Callable[[int], object] = lambda _: None) -> Iterator[Line]:
     """The paragraphs of a source. A blank line ends a document, as do the end of a file and the end of a dataset's row.
 
     `advance` is told how many bytes of the file were read since it was last told.
     """
     inside = False
-    for line in _file_lines(source, advance) if is_file(source) else _dataset_lines(source):
+    for line in _read_file(source, advance) if is_file(source) else _read_dataset(source):
         text = line.strip() if line is not None else ""
         if text:
             yield text
@@ -62,13 +62,13 @@ def lines(source: str, advance: Callable[[int], object] = lambda _: None) -> Ite
         yield None
 
 
-def _file_lines(source: str, advance: Callable[[int], object]) -> Iterator[str]:
+def _read_file(source: str, advance: Callable[[int], object]) -> Iterator[str]:
     with ExitStack() as stack:
         raw = stack.enter_context(open(source, "rb"))
-        stream = io.BufferedReader(stack.enter_context(_decompressed(raw, source)))
+        stream = io.BufferedReader(stack.enter_context(_decompress(raw, source)))
         reported, counted, most = 0, _Counted(stream), max(UNPACKED, RATIO * Path(source).stat().st_size)
         try:
-            for piece in _pieces(counted):
+            for piece in _decode_pieces(counted):
                 if counted.size > most:
                     raise ValueError(f"text must unpack to at most {RATIO} times its size, got more from {source}: unpack it first")
                 yield piece
@@ -102,7 +102,7 @@ class _Counted:
             yield part
 
 
-def _pieces(parts: Iterable[bytes]) -> Iterator[str]:
+def _decode_pieces(parts: Iterable[bytes]) -> Iterator[str]:
     """Decodes lines. A line that comes in parts of LONGEST bytes is cut between words instead.
 
     The tokenizer splits at spaces anyway, so the tokens are those of the whole line. Only a word longer than a piece is cut itself.
@@ -111,7 +111,7 @@ def _pieces(parts: Iterable[bytes]) -> Iterator[str]:
     for part in parts:
         ended = part.endswith(b"\n")
         part = rest + part
-        place = len(part) if ended or len(part) < LONGEST else _cut(part)
+        place = len(part) if ended or len(part) < LONGEST else _find_cut(part)
         piece, rest = part[:place].decode(), part[place:]
         words = bool(piece.strip())
         if words or (ended and not given):  # only a line that is blank from end to end ends a document
@@ -121,7 +121,7 @@ def _pieces(parts: Iterable[bytes]) -> Iterator[str]:
         yield rest.decode()
 
 
-def _cut(part: bytes) -> int:
+def _find_cut(part: bytes) -> int:
     """The place to cut: where the last word begins; without any space, the start of the last UTF-8 character, which may be incomplete."""
     space = max(part.rfind(b" "), part.rfind(b"\t"))
     if space >= 0:
@@ -129,7 +129,7 @@ def _cut(part: bytes) -> int:
     return next((place for place in range(len(part) - 1, len(part) - 4, -1) if part[place] & 0xC0 != 0x80), len(part))
 
 
-def _decompressed(raw: IO[bytes], source: str) -> Any:
+def _decompress(raw: IO[bytes], source: str) -> Any:
     if source.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)
     if source.endswith(".zst"):
@@ -167,7 +167,7 @@ class _Zst(io.RawIOBase):
         return len(taken)
 
 
-def _dataset_lines(source: str) -> Iterator[Line]:
+def _read_dataset(source: str) -> Iterator[Line]:
     """`name` or `name:configuration`; the rows' column "text", of the split "train"."""
     try:
         from datasets import load_dataset
@@ -182,5 +182,5 @@ def _dataset_lines(source: str) -> Iterator[Line]:
         if not isinstance(row.get("text"), str):
             raise ValueError(f"text must be a dataset with a column 'text' of texts, got {source!r} with {', '.join(row)}")
         for line in row["text"].splitlines():
-            yield from (line,) if len(line) < LONGEST else _pieces(_Counted(io.BytesIO(line.encode() + b"\n")))
+            yield from (line,) if len(line) < LONGEST else _decode_pieces(_Counted(io.BytesIO(line.encode() + b"\n")))
         yield None

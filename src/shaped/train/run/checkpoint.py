@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shaped.files import read_json, remove, sha256, usual_mode, write_sealed
+from shaped.files import read_json, remove, set_usual_mode, sha256, write_sealed
 
 TENSORS, ABOUT = "state.safetensors", "state.json"
 
@@ -62,7 +62,7 @@ def writing_tensors(folder: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise OSError(f"tensors could not be written to {folder}: {error}") from None
     for path in folder.glob("*.safetensors"):
-        usual_mode(path)
+        set_usual_mode(path)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -20,8 +20,8 @@ LEFT = ("settings.toml", "metrics.jsonl", "checkpoints", "tensorboard", "diverge
 
 
 def record_settings(settings: Settings) -> dict[str, Any]:
-    """The settings by which a diverged run is known: those that affect what is computed, be it in its rounding alone."""
-    return settings.affecting("result", "speed")
+    """The settings that identify a diverged run: those that affect the computation, including its rounding."""
+    return settings.select_affecting("result", "speed")
 
 
 def read_divergence(settings: Settings) -> str:
@@ -67,7 +67,7 @@ def claim_folder(settings: Settings) -> None:
 
 def find_differences(before: Settings, now: Settings) -> list[str]:
     """The names of settings that must not change when a run goes on, but did."""
-    return [name for name, value in now.affecting("result").items() if getattr(before, name) != value]
+    return [name for name, value in now.select_affecting("result").items() if getattr(before, name) != value]
 
 
 def refuse_other_settings(before: Settings, now: Settings) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shaped.files import entries, parse_json, read_text, write_atomically
+from shaped.files import check_entries, parse_json, read_text, write_atomically
 
 LINES: dict[str, dict[str, Any]] = {"train": {"loss": float, "count": int}, "test": {"loss": float}, "layers": {"entropy": list}}
 """The kinds of lines, and the entries of each that tables and figures read."""
@@ -73,12 +73,12 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
 
 def _parse_line(text: str) -> dict[str, Any]:
     """One line, checked and without its checksum. Older lines have no checksum."""
-    line = entries("it", parse_json("it", text), step=int, kind=str)
+    line = check_entries("it", parse_json("it", text), step=int, kind=str)
     if CHECKSUM in line and line.pop(CHECKSUM) != _checksum(line):
         raise ValueError("its checksum is another")
     if line["kind"] not in LINES or line["step"] < 0:
         raise ValueError(f"it must have a step and one of the kinds {', '.join(LINES)}, got {line['step']} and {line['kind']!r:.20}")
-    entries("it", line, **LINES[line["kind"]])
+    check_entries("it", line, **LINES[line["kind"]])
     for name, value in line.items():
         if isinstance(value, list) and not all(isinstance(entry, int | float | None) and not isinstance(entry, bool) for entry in value):
             raise ValueError(f"it must have numbers in {name}, got {value!r:.60}")

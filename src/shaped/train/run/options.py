@@ -85,7 +85,7 @@ def _check(about: Field[Any], value: Any, kind: Any) -> None:
         raise ValueError(f"{name} must be a number, got {value!r}")
     if kind is float:
         number = finite(name, value) if rules["low"] != 1e-6 else positive(name, value)
-        if abs(number) > FLOAT32:  # training would make an infinity of it
+        if abs(number) > FLOAT32:  # it would become inf in training
             raise ValueError(f"{name} must be finite in float32, got {value}")
         if rules["low"] is not None and number < rules["low"]:
             raise ValueError(f"{name} must be at least {rules['low']:g}, got {value}")
@@ -94,7 +94,7 @@ def _check(about: Field[Any], value: Any, kind: Any) -> None:
             in_range(name, number, low, high)
     if kind in (str, Path) and not isinstance(value, str | Path):
         raise ValueError(f"{name} must be a text, got {value!r}")
-    if kind is Path and (not str(value) or re.search(r"[\0\ud800-\udfff]", str(value))):  # halves: bytes that are no UTF-8
+    if kind is Path and (not str(value) or re.search(r"[\0\ud800-\udfff]", str(value))):  # surrogates: bytes that are not UTF-8
         raise ValueError(f"{name} must be a path, got {str(value)!r}")
     if rules["choices"] and value not in rules["choices"]:
         raise ValueError(f"{name} must be one of {', '.join(rules['choices'])}, got {value!r}")

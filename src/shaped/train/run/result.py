@@ -10,7 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from shaped.files import entries, read_json, sha256, write_sealed
+from shaped.files import check_entries, read_json, sha256, write_sealed
 from shaped.train.run.settings import PRESETS, Settings
 
 LAST = 500  # steps over which the training loss of a result is averaged
@@ -48,7 +48,7 @@ class Result:
         if other := sorted(row.keys() - kinds.keys()):
             raise ValueError(f"it has {', '.join(other)}, which no result has")
         later = {about.name for about in fields(cls) if about.default is not MISSING or about.default_factory is not MISSING}
-        entries("it", row, **{name: kind for name, kind in kinds.items() if name in row or name not in later})
+        check_entries("it", row, **{name: kind for name, kind in kinds.items() if name in row or name not in later})
         for name in MAIN:
             if row.get("settings", {}).get(name, row[name]) != row[name]:
                 raise ValueError(f"it has two values of {name}, {row[name]} and {row['settings'][name]}")
@@ -76,7 +76,7 @@ def make_result(settings: Settings, lines: list[dict[str, Any]], **about: Any) -
         train_loss=sum(line["loss"] * line["count"] for line in last) / sum(line["count"] for line in last),
         test_loss=test[-1]["loss"],
         command=write_command(settings),
-        commit=commit(),
+        commit=find_commit(),
         settings=settings.record(),
         **about,
     )
@@ -92,7 +92,7 @@ def read_result(path: Path) -> tuple[Result, dict[str, str]]:
     try:
         row = read_json(path)
         files = row.pop("files", {})
-        entries("files", files, **dict.fromkeys(files, str) if isinstance(files, dict) else {})
+        check_entries("files", files, **dict.fromkeys(files, str) if isinstance(files, dict) else {})
         return Result.of(row), files
     except ValueError as error:
         raise ValueError(f"{path} must be the result of a run of `shaped pretrain`, got something else: {error}") from None
@@ -105,11 +105,11 @@ def check_settings(given: dict[str, Any]) -> None:
 
 def check_scores(name: str, scores: Any) -> dict[str, Any]:
     """Refuses what is not the summary that `shaped glue` writes for a task."""
-    entries(name, scores, task=str, score=str, seeds=list)
-    entries(name, scores, **{scores["score"]: dict})
-    measured = entries(f"{scores['score']} of {name}", scores[scores["score"]], mean=float)
+    check_entries(name, scores, task=str, score=str, seeds=list)
+    check_entries(name, scores, **{scores["score"]: dict})
+    measured = check_entries(f"{scores['score']} of {name}", scores[scores["score"]], mean=float)
     if measured.get("std") is not None:
-        entries(f"{scores['score']} of {name}", measured, std=float)
+        check_entries(f"{scores['score']} of {name}", measured, std=float)
     if not scores["seeds"]:
         raise ValueError(f"{name} must have seeds, got none")
     return scores
@@ -120,7 +120,7 @@ def name_kind(model: str, schedule: str) -> str:
     return schedule if model == "shaped" else model
 
 
-def commit() -> str:
+def find_commit() -> str:
     """The commit of the code: SHAPED_COMMIT, for code without its history, or that of the checkout."""
     if stated := os.environ.get("SHAPED_COMMIT"):
         return stated

@@ -142,10 +142,10 @@ class Settings:
             raise ValueError(f"warmup must be less than steps, {self.steps}, for a {self.decay} decay, got {self.warmup}")
 
     def learning_rate(self, step: int) -> float:
-        """That of the step with this number, from 0."""
+        """The learning rate of a step, counted from 0."""
         return compute_learning_rate(step, lr=self.lr, warmup=self.warmup, steps=self.steps, decay=self.decay)
 
-    def affecting(self, *affects: str) -> dict[str, Any]:
+    def select_affecting(self, *affects: str) -> dict[str, Any]:
         """The settings that affect one of these (keys of AFFECTS), by name."""
         return {about.name: getattr(self, about.name) for about in fields(self) if about.metadata["affects"] in affects}
 
@@ -201,11 +201,11 @@ def _resolve_preset(given: dict[str, Any]) -> dict[str, Any]:
 def _to_toml(value: Any) -> str:
     """As JSON, which is TOML except for surrogate pairs and DEL: those are escaped as TOML has it."""
 
-    def escaped(found: re.Match[str]) -> str:
+    def escape(found: re.Match[str]) -> str:
         number = ord(found[0])
         return f"\\u{number:04x}" if number < 1 << 16 else f"\\U{number:08x}"
 
-    return re.sub(r"[^\x00-\x7e]", escaped, json.dumps(value, ensure_ascii=False))
+    return re.sub(r"[^\x00-\x7e]", escape, json.dumps(value, ensure_ascii=False))
 
 
 def read_toml(path: Path, name: str = "config") -> dict[str, Any]:
@@ -217,7 +217,7 @@ def read_toml(path: Path, name: str = "config") -> dict[str, Any]:
         raise ValueError(f"{name} must be a TOML file, got {path}: {error}") from None
 
 
-def like(name: str) -> Any:
+def copy_option(name: str) -> Any:
     """The setting of that name, for another class of settings."""
     about = Settings.__dataclass_fields__[name]
     return field(default=about.default, metadata=about.metadata)

@@ -1,4 +1,4 @@
-"""What a step is told: its configuration, fixed for a program, and its schedule, numbers for each step."""
+"""The inputs of a step: its configuration, fixed for a compiled program, and its schedule, numbers for each step."""
 
 from __future__ import annotations
 

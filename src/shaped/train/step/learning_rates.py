@@ -28,7 +28,7 @@ DECAYS = {"none": Decay("constant", _keep, falls=False), "linear": Decay("linear
 
 
 def compute_learning_rate(step: int, *, lr: float, warmup: int, steps: int, decay: str) -> float:
-    """That of the step with this number, from 0."""
+    """The learning rate of a step, counted from 0."""
     if step < warmup:
         return lr * (step + 1) / warmup
     return DECAYS[decay].rate(lr, step, warmup, steps)

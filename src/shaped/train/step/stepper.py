@@ -201,7 +201,11 @@ class Stepper:
         batch = tuple(buffer.index_select(0, self._slot)[0] for buffer in self._batches)
         scalars, share, clip, rates = StepSchedule.unpack(self._rows.index_select(0, self._slot)[0], self.kinds)
         torch.mul(self._starts, share, out=self._shares)
-        loss = self._differentiate_or_fall_back(batch)
+        try:
+            loss = self._differentiate(batch)
+        except Exception as error:  # nothing has changed yet
+            self._stop_compiling(error)
+            loss = self._differentiate(batch)
         if self._world > 1:
             for tensor in (loss, *(group.gradients for group in self.groups)):
                 dist.all_reduce(tensor)
@@ -224,14 +228,6 @@ class Stepper:
         self._losses.index_copy_(0, self._slot, loss.view(1))
         self._slot.add_(1)
         self._step.add_(self._alive)
-
-    def _differentiate_or_fall_back(self, batch: Batch) -> Tensor:
-        """The loss of a batch; its gradients go into the groups. Eagerly, if a compiler fails."""
-        try:
-            return self._differentiate(batch)
-        except Exception as error:  # nothing has changed yet
-            self._stop_compiling(error)
-            return self._differentiate(batch)
 
     def _differentiate(self, batch: Batch) -> Tensor:
         with self.forward_context():

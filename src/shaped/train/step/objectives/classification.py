@@ -43,4 +43,4 @@ class ClassifierLoss(Loss):
 
     def logits(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x if self.final is None else self.final(x)
-        return self.model.classifier(self.model.pooled(x, mask))
+        return self.model.classifier(self.model.pool(x, mask))

@@ -9,7 +9,7 @@ from scipy.stats import ks_2samp, wasserstein_distance
 
 import shaped
 from refusals import refused
-from shaped.compare import distances
+from shaped.compare import measure_distances
 from shaped.testing.stats import seed
 
 
@@ -22,7 +22,7 @@ def trajectory(V: torch.Tensor, stopped: int = 0) -> shaped.Trajectory:
 def test_distances_are_scipys():
     rng = np.random.default_rng(seed(80))
     x, y = rng.standard_normal((300, 1)), np.round(1.1 * rng.standard_normal((200, 1)), 1)  # rounded: with ties
-    ks, wasserstein = distances(x, y, 20, rng)
+    ks, wasserstein = measure_distances(x, y, 20, rng)
     assert ks.value == pytest.approx(ks_2samp(x[:, 0], y[:, 0])[0])
     assert wasserstein.value == pytest.approx(wasserstein_distance(x[:, 0], y[:, 0]))
 
@@ -32,7 +32,7 @@ def test_the_band_holds_95_percent_of_samples_of_one_law():
     inside = []
     for _ in range(400):
         x, y = rng.standard_normal((100, 2)), rng.standard_normal((150, 2))
-        inside.append([distance.within_band for distance in distances(x, y, 100, rng)])
+        inside.append([distance.within_band for distance in measure_distances(x, y, 100, rng)])
     share, error = np.mean(inside, 0), math.sqrt(0.95 * 0.05 / 400)
     assert (np.abs(share - 0.95) < 5 * error + 0.01).all()  # 0.01: the quantile of 100 permutations
 
@@ -41,10 +41,10 @@ def test_the_floor_is_the_root_mean_square_over_permutations():
     """Two samples of one point each are 1 apart however they are permuted. Of the 6 ways to cut 0, 1, 2, 3 into two pairs, 2 have the
     Kolmogorov-Smirnov distance 1 and 4 have 1/2; their Wasserstein distances are 2 and 1."""
     rng = np.random.default_rng(seed(86))
-    for distance in distances(np.array([[0.0]]), np.array([[1.0]]), 20, rng):
+    for distance in measure_distances(np.array([[0.0]]), np.array([[1.0]]), 20, rng):
         assert distance.floor == distance.band == 1.0
     resamples = 2000
-    ks, wasserstein = distances(np.array([[0.0], [1.0]]), np.array([[2.0], [3.0]]), resamples, rng)
+    ks, wasserstein = measure_distances(np.array([[0.0], [1.0]]), np.array([[2.0], [3.0]]), resamples, rng)
     for distance, values in ((ks, (1.0, 0.5, 0.5)), (wasserstein, (2.0, 1.0, 1.0))):
         squares = np.array(values) ** 2
         assert abs(distance.floor**2 - squares.mean()) < 5 * squares.std() / math.sqrt(resamples)
@@ -53,11 +53,11 @@ def test_the_floor_is_the_root_mean_square_over_permutations():
 def test_five_percent_are_noticed():
     rng = np.random.default_rng(seed(82))
     x, y = rng.standard_normal((40_000, 1)), 1.05 * rng.standard_normal((40_000, 1))
-    for distance in distances(x, y, 50, rng):
+    for distance in measure_distances(x, y, 50, rng):
         assert not distance.within_band
         assert distance.p < 0.05
     exact = 0.05 * math.sqrt(2 / math.pi)  # Wasserstein distance of N(0, 1) and N(0, 1.05²)
-    _, wasserstein = distances(x, y, 100, rng)
+    _, wasserstein = measure_distances(x, y, 100, rng)
     assert abs(wasserstein.value - exact) < 5 * wasserstein.error
 
 
@@ -65,8 +65,8 @@ def test_rows_that_repeat_themselves_count_once():
     """Numbers of one path depend on each other; the band must not shrink because there are more of them."""
     rng = np.random.default_rng(seed(83))
     x, y = rng.standard_normal((500, 1)), rng.standard_normal((500, 1))
-    single = distances(x, y, 200, np.random.default_rng(0))
-    double = distances(np.repeat(x, 2, 1), np.repeat(y, 2, 1), 200, np.random.default_rng(0))
+    single = measure_distances(x, y, 200, np.random.default_rng(0))
+    double = measure_distances(np.repeat(x, 2, 1), np.repeat(y, 2, 1), 200, np.random.default_rng(0))
     for one, two in zip(single, double, strict=True):
         assert one.value == pytest.approx(two.value)
         assert one.band == pytest.approx(two.band)

@@ -40,7 +40,7 @@ CHANGES = {
 
 
 def test_every_kind_of_change():
-    spec = importlib.util.spec_from_file_location("mutants", Path(__file__).parents[1] / "benchmarks" / "mutants.py")
+    spec = importlib.util.spec_from_file_location("mutants", Path(__file__).parents[2] / "benchmarks" / "mutants.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shaped
-from shaped.workers import LocalWorkers, dask_executor, working_on
+from shaped.workers import LocalWorkers, dask_executor, open_executor
 
 BLOCK = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5)
 V0 = shaped.equicorrelated(7, 0.2)
@@ -174,9 +174,9 @@ def test_no_scheduler_at_that_address(address):
 
 
 def test_workers_or_scheduler():
-    with pytest.raises(ValueError, match="exclude each other"), working_on(2, "tcp://127.0.0.1:1"):
+    with pytest.raises(ValueError, match="exclude each other"), open_executor(2, "tcp://127.0.0.1:1"):
         pass
-    with working_on(None, None) as executor:
+    with open_executor(None, None) as executor:
         assert executor is None
 
 

@@ -15,7 +15,7 @@ import shaped
 from prose import find_long_lines, reflow
 from shaped.commands.app import app
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?![a-z0-9-…])")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from shaped.covariance import FEW, batch_innermost, correlation, equicorrelated, factor, gram, product, vech, weighted_mean
+from shaped.covariance import FEW, correlation, equicorrelated, factor, gram, make_batch_innermost, product, vech, weighted_mean
 from shaped.testing.stats import generator, random_covariance
 
 
@@ -30,7 +30,7 @@ def test_factor(m, dtype):
     full = random_covariance(m, m, (5,)).to(dtype)
     thin = torch.randn(5, m, 1, generator=generator(m), dtype=torch.float64).to(dtype)
     scales = 10.0 ** torch.arange(m, dtype=torch.float64).to(dtype)
-    for V in (full, batch_innermost(full), thin @ thin.mT, torch.ones(5, m, m, dtype=dtype), full * scales * scales[:, None]):
+    for V in (full, make_batch_innermost(full), thin @ thin.mT, torch.ones(5, m, m, dtype=dtype), full * scales * scales[:, None]):
         L = factor(V)
         lengths = V.diagonal(dim1=-2, dim2=-1).sqrt()
         # relative to the tokens' own lengths, which may differ by orders of magnitude
@@ -53,7 +53,7 @@ def test_products_for_few_and_many(m):
     g = generator(m)
     A, B = (torch.randn(7, m, m, generator=g, dtype=torch.float64) for _ in range(2))
     P = torch.rand(m, m, generator=g, dtype=torch.float64)
-    for layout in (lambda x: x, batch_innermost):
+    for layout in (lambda x: x, make_batch_innermost):
         assert torch.allclose(product(layout(A), layout(B)), A @ B, atol=1e-13)
         assert torch.allclose(product(P, layout(B)), P @ B, atol=1e-13)
         assert torch.allclose(product(layout(A), P.mT), A @ P.mT, atol=1e-13)

@@ -1,4 +1,4 @@
-"""Damaged, foreign and endless files, other people's folders, settings without measure: said in one line, and nothing lost."""
+"""Damaged, foreign and endless files in the folder of a run: refused in one line, and nothing lost."""
 
 import json
 import os
@@ -15,29 +15,16 @@ from safetensors.torch import load_file, save_file
 from damage import Outcome, judge
 from refusals import refused
 from shaped.files import read_json, sha256, write_sealed
-from shaped.train import study
 from shaped.train.folder_lock import Busy, folder_lock
-from shaped.train.run import checkpoint
 from shaped.train.run.folder import read_settings
 from shaped.train.run.loop import Run, pretrain
-from shaped.train.run.settings import PRESETS, Settings
-from shaped.train.run.stopping import Stopped
+from shaped.train.run.settings import Settings
 from shaped.train.run_records import read_runs
 from shaped.train.step.stepper_cache import StepperCache
 from train.conftest import status
-from train.damaged_runs import Place
+from train.run.damaged_runs import Place
+from train.run.stopped_runs import stop_half_way
 from train.runs import quiet, weights
-
-
-def begun(settings: Settings) -> Settings:
-    """A run of 16 steps that was stopped after 8."""
-    settings = replace(settings, steps=16, checkpoint_every=4, evaluate_every=4, keep=2)
-    for _ in range(2):
-        with pytest.raises(Stopped):
-            quiet(replace(settings, minutes=0.0))
-    assert [path.name for path in checkpoint.list_checkpoints(settings.out / "checkpoints")] == ["step-00000004", "step-00000008"]
-    return settings
-
 
 # Random damages
 
@@ -93,7 +80,7 @@ def test_nothing_is_trained_on_data_other_than_data_json_says(tiny: Settings, tm
 
 
 def test_a_description_with_another_number_in_it_is_passed_by(tiny: Settings):
-    settings = begun(tiny)
+    settings = stop_half_way(tiny)
     about = settings.out / "checkpoints" / "step-00000008" / "state.json"
     about.write_text(about.read_text().replace('"losses": [\n  ', '"losses": [\n  1'))
     said: list[str] = []
@@ -104,7 +91,7 @@ def test_a_description_with_another_number_in_it_is_passed_by(tiny: Settings):
 @pytest.mark.parametrize("change", ["fewer", "more", "one number for all", "other type"])
 def test_the_tensors_of_a_checkpoint_must_be_the_models(tiny: Settings, change: str):
     """By their names and shapes, whatever their hash says. A single number would fit into every shape."""
-    settings = begun(tiny)
+    settings = stop_half_way(tiny)
     folder = settings.out / "checkpoints" / "step-00000008"
     state = {name: tensor.clone() for name, tensor in load_file(folder / "state.safetensors").items()}
     if change == "fewer":
@@ -123,7 +110,7 @@ def test_the_tensors_of_a_checkpoint_must_be_the_models(tiny: Settings, change: 
 
 def test_only_folders_of_our_names_are_checkpoints(tiny: Settings):
     """Others are neither read nor deleted, and none of them stops a run."""
-    settings = begun(tiny)
+    settings = stop_half_way(tiny)
     folder = settings.out / "checkpoints"
     others = ["step-00000008.bak", "step-best", "step-9", "step-000000100", "step-0000000x", "step-99999999-copy"]
     for name in others:
@@ -139,7 +126,7 @@ def test_only_folders_of_our_names_are_checkpoints(tiny: Settings):
 
 
 def test_a_run_that_lost_its_settings_goes_on_only_as_what_it_was(tiny: Settings):
-    settings = begun(tiny)
+    settings = stop_half_way(tiny)
     (settings.out / "settings.toml").unlink()
     with refused("lr must be 0.01", str(settings.out), "0.5"):
         quiet(replace(settings, lr=0.5))
@@ -150,7 +137,7 @@ def test_a_run_that_lost_its_settings_goes_on_only_as_what_it_was(tiny: Settings
 
 
 def test_a_rank_without_a_world_is_a_process_like_any_other(tiny: Settings, monkeypatch: pytest.MonkeyPatch):
-    settings = begun(tiny)
+    settings = stop_half_way(tiny)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with refused("lr must be 0.01", str(settings.out)):
@@ -171,7 +158,7 @@ def test_a_rank_without_a_world_is_a_process_like_any_other(tiny: Settings, monk
 def test_an_empty_settings_toml_is_named(
     tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    settings = begun(tiny)
+    settings = stop_half_way(tiny)
     path = settings.out / "settings.toml"
     path.write_text("")
     with refused("data must be given", str(path)):
@@ -181,7 +168,7 @@ def test_an_empty_settings_toml_is_named(
 
 
 def test_settings_that_changed_are_not_those_of_the_run(tiny: Settings):
-    settings = begun(tiny)
+    settings = stop_half_way(tiny)
     path = settings.out / "settings.toml"
     assert read_settings(settings.out) == replace(settings, minutes=0.0)
     path.write_text(path.read_text().replace("lr = 0.01", "lr = 0.02", 1))
@@ -206,7 +193,7 @@ def test_what_is_no_file_is_not_waited_for(
         {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
         return path
 
-    settings = begun(tiny)
+    settings = stop_half_way(tiny)
     for path in (settings.out / "metrics.jsonl", settings.out / "diverged.json", settings.out / "result.json"):
         put(path)
         with refused(str(settings.out), "folder" if kind == "folder" else "pipe or device"):
@@ -301,109 +288,3 @@ def test_a_finished_run_is_what_it_wrote(tiny: Settings, tmp_path: Path):
     (tiny.out / "result.json").unlink()
     assert quiet(settings).test_loss == result.test_loss
     assert all(torch.equal(weights(tiny.out)[name], value) for name, value in right.items())
-
-
-# Settings
-
-
-def test_the_recipe_that_won_is_the_default_and_the_papers_a_preset(tmp_path: Path):
-    won = {"recover_steps": 1000, "tau0": 0.01, "steps": 20_000, "lr": 5e-4, "warmup": 1000, "decay": "linear", "embedding_lr": 10.0}
-    paper = {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0}
-    places = {"data": "d", "out": "o"}
-
-    def recipe(settings: Settings) -> dict[str, Any]:
-        return {name: getattr(settings, name) for name in won}
-
-    assert recipe(Settings.of(places)) == won
-    assert recipe(Settings.of(places | {"preset": "paper"})) == paper
-    assert recipe(Settings.of(places | {"tau0": 0.5, "preset": "paper"})) == paper | {"tau0": 0.5}
-    path = tmp_path / "settings.toml"
-    path.write_text('data = "d"\nout = "o"\npreset = "paper"\nsteps = 7\n')
-    assert recipe(Settings.from_toml(path, warmup=3)) == paper | {"steps": 7, "warmup": 3}
-    path.write_text('data = "d"\nout = "o"\nsteps = 7\n')
-    assert recipe(Settings.from_toml(path, preset="paper")) == paper | {"steps": 7}
-    for wrong in ("own", 3, None, []):
-        with refused("preset must be one of paper", repr(wrong)):
-            Settings.of(places | {"preset": wrong})
-    path.write_text(Settings.of(places).to_toml())  # it has every setting, so that nothing is left for a preset
-    with refused("preset must change a setting", str(path), "delete from the file", "recover_steps, tau0"):
-        Settings.from_toml(path, preset="paper")
-    assert PRESETS["paper"] == paper
-
-
-def test_a_study_may_have_a_preset(tmp_path: Path):
-    path = tmp_path / "study.toml"
-    path.write_text('out = "o"\n[defaults]\ndata = "d"\npreset = "paper"\n[[run]]\nname = "a"\n[[run]]\nname = "b"\nsteps = 20\n')
-    runs, _, _ = study.read_study(path)
-    assert [(run.steps, run.tau0) for run in runs.values()] == [(100_000, 1.0), (20, 1.0)]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("c_minus", -1e39), ("c_minus", 1e60), ("lr", 1e39), ("clip", 1e60), ("depth", 10**9), ("width", 10**15), ("hidden", 10**15)],
-)
-def test_settings_have_bounds(name: str, value: float):
-    with refused(name, str(value)):
-        Settings.of({"data": "d", "out": "o", "heads": 1, name: value})
-
-
-def test_a_wrong_setting_is_called_by_its_own_name():
-    for wrong in ("x", True, [], 2.0, -1.0):
-        with refused("gamma_feedforward must"):
-            Settings.of({"data": "d", "out": "o", "gamma_feedforward": wrong})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (["pretrain", "--data", "d", "--out", ""], "--out"),
-        (["pretrain", "--data", "", "--out", "o"], "--data"),
-        (["pretrain", "--config", ""], "--config"),
-        (["data", "prepare", "--text", "t.txt", "--out", ""], "--out"),
-        (["study", "s.toml", "--out", ""], "--out"),
-        (["collect", "runs", "--out", ""], "--out"),
-        (["glue", "run", "--task", "rte", "--data", ""], "--data"),
-    ],
-)
-def test_an_empty_path_is_not_the_folder_one_is_in(
-    arguments: list[str], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
-    assert status(monkeypatch, *arguments) == 2
-    said = capsys.readouterr().err
-    assert option in said
-    assert "must be a path, got ''" in said
-    assert said.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-# Studies
-
-
-@pytest.mark.parametrize("name", ["study.json", "study.jsonl"])
-def test_a_run_of_a_study_cannot_have_the_name_of_its_files(tmp_path: Path, name: str):
-    (tmp_path / "study.toml").write_text(f'out = "o"\n[[run]]\ndata = "d"\nname = "{name}"\n')
-    with refused("names of runs", repr(name)):
-        study.read_study(tmp_path / "study.toml")
-
-
-def test_a_study_has_a_largest_number_of_runs(tmp_path: Path):
-    """A hundred million combinations are counted, not made."""
-    lists = "".join(f"{name} = {list(range(1, 101))}\n" for name in ("steps", "seed", "log_every", "keep"))
-    (tmp_path / "study.toml").write_text(f'out = "o"\n[[run]]\ndata = "d"\nwarmup = 0\n{lists}')
-    with refused("at most 10000 runs", "100000000"):
-        study.read_study(tmp_path / "study.toml")
-
-
-def test_a_finished_run_that_was_damaged_is_a_failure_of_its_study(tiny: Settings, tmp_path: Path):
-    lines = "".join(line + "\n" for line in replace(tiny, steps=4).to_toml().splitlines() if line.split(" ")[0] != "out")
-    queue = '[[run]]\nname = "a"\n[[run]]\nname = "b"\nseed = 1\n'
-    (tmp_path / "study.toml").write_text(f'out = "{tmp_path / "runs"}"\n[defaults]\n{lines}{queue}')
-    assert len(study.study(tmp_path / "study.toml", log=lambda line: None)["runs"]) == 2
-    path = tmp_path / "runs" / "a" / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"loss": ', '"loss": 1', 1))
-    said: list[str] = []
-    summary = study.study(tmp_path / "study.toml", only=["b"], log=said.append)
-    assert [run["name"] for run in summary["runs"]] == ["b"]
-    assert list(summary["failed"]) == ["a"]
-    assert said[-1].startswith(f"a: {path} must be as the run wrote it")

@@ -144,7 +144,7 @@ def test_what_is_no_settings_file_is_refused_in_a_line(tmp_path: Path, content: 
 
 
 def test_the_page_of_settings_is_that_of_the_code():
-    page = Path(__file__).parent.parent.parent / "docs" / "settings.md"
+    page = Path(__file__).parents[3] / "docs" / "settings.md"
     assert page.read_text(encoding="utf-8") == write_page(), "run `python -m shaped.train.run.settings_page > docs/settings.md`"
 
 
@@ -160,10 +160,10 @@ def test_every_setting_has_a_topic_and_says_what_it_affects():
         assert about.metadata["affects"] in AFFECTS
         assert about.metadata["used_by"] in ("", "gains", "shaping", *SCHEDULES)
     settings = Settings(data=Path("d"), out=Path("o"))
-    parts = [settings.affecting(name) for name in AFFECTS]
+    parts = [settings.select_affecting(name) for name in AFFECTS]
     assert sum(map(len, parts)) == len(fields(Settings))
-    assert settings.affecting("place") == {"data": Path("d"), "out": Path("o"), "minutes": None}
-    assert settings.affecting("speed").keys() == {"device", "compile", "graph", "attention"}
+    assert settings.select_affecting("place") == {"data": Path("d"), "out": Path("o"), "minutes": None}
+    assert settings.select_affecting("speed").keys() == {"device", "compile", "graph", "attention"}
     assert settings.record().keys() == asdict(settings).keys() - {"data", "out", "minutes"}
 
 
