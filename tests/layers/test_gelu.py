@@ -96,6 +96,13 @@ def test_modules_go_from_the_shaped_to_the_plain_gelu():
     assert out.square().mean().item() == pytest.approx(1.0, abs=0.1)
 
 
+def test_half_precision_keeps_the_bend():
+    """A model in bfloat16 has its slope in bfloat16: the bend, 1/s = 0.045, must not be rounded like a number near 1."""
+    x, slope = torch.linspace(-4, 4, 41), torch.tensor([1.0], dtype=torch.bfloat16)
+    bend = GELU.at(1000)(x) - x
+    assert torch.allclose(GELU.apply(x, slope, 1000) - x, bend, atol=0.01 * bend.max().item())
+
+
 def test_a_config_chooses_it(tmp_path):
     sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     for block in ("shaped", "preln"):

@@ -55,8 +55,9 @@ def test_the_drift_is_the_limits(name):
     """The values' Gram matrix of projected heads adds noise that no pairing removes: to reject 5 % would need ten times the samples."""
     layer = SHAPED[name]
     assert isinstance(layer, ResidualLayer)
-    count = {"feed-forward": 1_000_000, "heads": 300_000, "heads, projected": 300_000, "heads, ALiBi": 200_000}.get(name, 800_000)
-    testing.check_drift_of_branch(layer, M, samples=count, reject=name != "heads, projected")
+    count = {"feed-forward": 20_000, "heads": 300_000, "heads, projected": 300_000, "heads, ALiBi": 200_000}.get(name, 800_000)
+    control = shaped.ShapedFeedForward(layer.gamma, 0.0, 0.0) if name == "feed-forward" else None
+    testing.check_drift_of_branch(layer, M, samples=count, reject=name != "heads, projected", control=control)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_no_limit_names_the_offending_term():
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_layer_survives_collapse_and_explosion(name):
-    testing.check_survival(EVERY[name], M, widths=(M + 1, 32) if getattr(EVERY[name], "heads", 1) == 1 else (32,))
+    testing.check_survival(EVERY[name], M)
 
 
 def test_attention_reads_keys_narrower_than_the_tokens():

@@ -47,28 +47,32 @@ def check_batches(layer: Layer, m: int = 3) -> None:
     V = random_covariance(m, 8, (2, 3))
     for function in (layer.drift, layer.Sigma):
         whole = function(V)
-        assert whole.shape[:2] == (2, 3)
-        assert torch.allclose(whole[1, 2], function(V[1, 2]), rtol=1e-13, atol=1e-15)
+        name, one = function.__name__, function(V[1, 2])
+        assert whole.shape == (2, 3, *one.shape), f"{name} of a batch [2, 3, m, m] must be {[2, 3, *one.shape]}, got {list(whole.shape)}"
+        assert torch.allclose(whole[1, 2], one, rtol=1e-13, atol=1e-15), f"{name} of a batch must be that of its matrices"
 
 
 def check_permutation(layer: Layer, m: int = 5) -> None:
     """Permuting the tokens permutes drift and Sigma. Not for layers with a mask."""
     V, order = random_covariance(m, 9), torch.randperm(m, generator=generator(9))
     shuffled = V[order][:, order]
-    assert torch.allclose(layer.drift(shuffled), layer.drift(V)[order][:, order], rtol=1e-12, atol=1e-14)
+    alike = torch.allclose(layer.drift(shuffled), layer.drift(V)[order][:, order], rtol=1e-12, atol=1e-14)
+    assert alike, "drift must be permuted with the tokens; symmetric=False is for a layer with a mask"
     rows, columns = torch.triu_indices(m, m)
     label = torch.empty(m, m, dtype=torch.long)
     label[rows, columns] = label[columns, rows] = torch.arange(len(rows))
     same = label[order[rows], order[columns]]
-    assert torch.allclose(layer.Sigma(shuffled), layer.Sigma(V)[same][:, same], rtol=1e-12, atol=1e-14)
+    alike = torch.allclose(layer.Sigma(shuffled), layer.Sigma(V)[same][:, same], rtol=1e-12, atol=1e-14)
+    assert alike, "Sigma must be permuted with the tokens; symmetric=False is for a layer with a mask"
 
 
 def check_chain(layer: Layer, other: Layer, m: int = 3) -> None:
     """Drift and Sigma of a chain are the sums, in both orders."""
     V = random_covariance(m, 13, (4,))
     for chain in (layer >> other, other >> layer):
-        assert torch.allclose(chain.drift(V), layer.drift(V) + other.drift(V), rtol=1e-13, atol=1e-15)
-        assert torch.allclose(chain.Sigma(V), layer.Sigma(V) + other.Sigma(V), rtol=1e-13, atol=1e-15)
+        for name in ("drift", "Sigma"):
+            total = getattr(layer, name)(V) + getattr(other, name)(V)
+            assert torch.allclose(getattr(chain, name)(V), total, rtol=1e-13, atol=1e-15), f"{name} of {chain!r} must be the sum"
 
 
 def check_solver_step(layer: Layer, m: int = 3) -> None:

@@ -79,7 +79,7 @@ class ShapedGELU(ShapedActivation):
         return 1.0
 
     def apply(self, x: Tensor, slope: Tensor, n: int) -> Tensor:
-        u = 1.0 - slope * (1.0 - 1.0 / (self.a * math.sqrt(n)))
+        u = (1.0 - slope) + slope / (self.a * math.sqrt(n))  # not 1 - slope (1 - 1/s): a bfloat16 near 1 is off by per cents of 1/s
         straight = ((0.5 + 0.5 * slope) * x).to(x.dtype)
         return torch.addcmul(straight, straight, torch.erf((u * math.sqrt(0.5)).to(x.dtype) * x))
 
