@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import shaped
-from shaped.covariance import Point, factor
+from shaped.covariance import Point, factor, make_batch_innermost
 from shaped.engine import Bounds
+from shaped.finite import TokenSteps
 from shaped.layers.base import Sizes
-from shaped.layers.feedforward import ActivationDrift
+from shaped.layers.feedforward import ActivationDrift, activation_gram
 from shaped.layers.logits import LogitPerturbation
 from shaped.layers.terms import WeightNoise
 from shaped.limit import ConeSteps, EulerSteps, HalvedSteps, default_steps
-from shaped.nn.activations.relu import ReLURelaxation
+from shaped.nn.activations.relu import LeakyReLU, ReLURelaxation
 from shaped.randomness import Stream
 from shaped.testing.stats import random_covariance
 
@@ -339,3 +340,17 @@ def test_default_steps():
     layer = shaped.ShapedPerceptron(0.0, 0.0)  # noise of scale 1, no drift
     for m, T, steps in ((4, 0.01, 1), (4, 0.0100001, 2), (4, 0.02, 2), (99, 0.05, 10), (999, 0.05, 80), (4, 1e-12, 1)):
         assert default_steps(layer, m, T) == steps
+
+
+def test_hidden_features_do_not_depend_on_the_layout_of_the_batch():
+    """Few tokens have the batch innermost in memory."""
+    L = torch.linalg.cholesky(torch.stack([shaped.equicorrelated(4, rho) for rho in (0.1, 0.3, 0.5)]))
+    one, other = twins(15)
+    apart = activation_gram(L, 8, LeakyReLU(0.5, 1.0), one)
+    innermost = activation_gram(make_batch_innermost(L), 8, LeakyReLU(0.5, 1.0), other)
+    assert innermost.stride(0) == 1
+    close(innermost, apart)
+
+
+def test_blocks_of_tokens_are_sized_by_all_their_features():
+    assert TokenSteps(shaped.ShapedPerceptron(), Sizes(10)).count_entries(3) == 30

@@ -77,6 +77,12 @@ def test_explosion_is_an_outcome():
     assert len((layer >> layer).terms) == 3
 
 
+def test_the_plain_gelu_keeps_the_variance():
+    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
+    square = (weights * torch.nn.functional.gelu(torch.tensor(nodes)).numpy() ** 2).sum() / weights.sum()
+    assert GELU.plain.normaliser() == pytest.approx(1 / square, rel=1e-9)
+
+
 def test_modules_go_from_the_shaped_to_the_plain_gelu():
     x = torch.linspace(-4, 4, 41)
     slope = torch.tensor([1.0])

@@ -2,7 +2,11 @@
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
 
 SOURCE = '''
 """2 + 2."""
@@ -39,14 +43,18 @@ CHANGES = {
 }
 
 
-def test_every_kind_of_change():
-    spec = importlib.util.spec_from_file_location("mutants", Path(__file__).parents[2] / "benchmarks" / "mutants.py")
+def load_mutants() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "benchmarks" / "mutants.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["mutants"] = module  # dataclasses look there
     spec.loader.exec_module(module)
-    made = module.make_mutants("file.py", SOURCE)
+    return module
+
+
+def test_every_kind_of_change():
+    made = load_mutants().make_mutants("file.py", SOURCE)
     assert {mutant.name.removeprefix("file.py: ") for mutant in made} == CHANGES
     texts = {mutant.render() for mutant in made}
     assert len(texts) == len(CHANGES)
@@ -54,3 +62,11 @@ def test_every_kind_of_change():
         compile(text, "file.py", "exec")
         assert "2 + 2" in text
         assert "{h - 1}" in text
+
+
+def test_the_mutants_judged_equivalent_exist():
+    """`benchmarks/mutations.py` would refuse the list only when `make verify` comes to it."""
+    judged = tomllib.loads((ROOT / "benchmarks" / "equivalent_mutants.toml").read_text())
+    package, make_mutants = ROOT / "src" / "shaped", load_mutants().make_mutants
+    files = {name.partition(":")[0] for name in judged}
+    assert set(judged) <= {mutant.name for file in files for mutant in make_mutants(file, (package / file).read_text())}
