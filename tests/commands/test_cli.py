@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -338,25 +337,6 @@ def test_standard_output_may_be_closed_or_know_few_characters(tmp_path):
     done = subprocess.run([*command, "--out", "\u2297"], capture_output=True, text=True, cwd=tmp_path, env=few)
     assert (done.returncode, done.stderr) == (0, "")
     assert "written: \\u2297/simulate.json" in done.stdout
-
-
-def test_ctrl_c_while_it_loads_is_one_line():
-    """The import of torch takes a second or two."""
-    with subprocess.Popen([sys.executable, "-X", "importtime", "-m", "shaped", "--version"], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if " torch" in line:  # a part of it is there, so the command has begun to load
-                break
-        process.send_signal(signal.SIGINT)
-        rest = [line for line in process.stderr if not line.startswith("import time:")]
-    assert (process.returncode, rest) == (130, ["shaped: interrupted; no file is half-written\n"])
-
-
-def test_ctrl_c_in_a_program_that_imports_the_library_is_its_own():
-    """Also in one that is embedded, and has no arguments at all."""
-    script = "import signal, sys; sys.argv = []; import shaped; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
 
 
 def test_importing_the_library_stays_light():
