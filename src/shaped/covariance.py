@@ -79,7 +79,7 @@ def match_layout(V: Shaped[Tensor, "batch m k"], like: Shaped[Tensor, "batch _ _
 
 def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) -> Float[Tensor, "*batch m l"]:
     """A @ B, fast for many small matrices too."""
-    if _is_for_blas(A):
+    if is_for_blas(A):
         return A @ B
     total = A[..., :, :1] * B[..., :1, :]
     for k in range(1, A.shape[-1]):
@@ -89,7 +89,7 @@ def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) ->
 
 def lower_product(L: Float[Tensor, "*batch m m"], B: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch m k"]:
     """L @ B for a lower triangular L."""
-    if _is_for_blas(L):
+    if is_for_blas(L):
         return L @ B
     total = L[..., :, :1] * B[..., :1, :]
     for k in range(1, L.shape[-1]):
@@ -99,7 +99,7 @@ def lower_product(L: Float[Tensor, "*batch m m"], B: Float[Tensor, "*batch m k"]
 
 def product_lower(A: Float[Tensor, "*batch k m"], L: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*batch k m"]:
     """A @ L for a lower triangular L."""
-    if _is_for_blas(L):
+    if is_for_blas(L):
         return A @ L
     total = A[..., :, -1:] * L[..., -1:, :]
     for k in range(L.shape[-1] - 1):
@@ -109,7 +109,7 @@ def product_lower(A: Float[Tensor, "*batch k m"], L: Float[Tensor, "*batch m m"]
 
 def lower_gram(L: Float[Tensor, "*batch m m"]) -> Matrix:
     """L @ Lᵀ for a lower triangular L."""
-    if _is_for_blas(L):
+    if is_for_blas(L):
         return L @ L.mT
     total = L[..., :, :1] * L[..., None, :, 0]
     for k in range(1, L.shape[-1]):
@@ -117,7 +117,8 @@ def lower_gram(L: Float[Tensor, "*batch m m"]) -> Matrix:
     return total
 
 
-def _is_for_blas(A: Tensor) -> bool:
+def is_for_blas(A: Tensor) -> bool:
+    """Is one call of BLAS or LAPACK faster than a loop over the columns?"""
     return A.shape[-1] > FEW or A.numel() < SMALL
 
 
@@ -138,7 +139,7 @@ def factor(V: Matrix) -> Matrix:
     rounding errors in V. A matrix that is not finite gets a factor that is not finite.
     """
     unit = 4 * V.shape[-1] * torch.finfo(V.dtype).eps
-    if not _is_for_blas(V):
+    if not is_for_blas(V):
         return _cholesky_by_columns(V, unit)
     L, info = torch.linalg.cholesky_ex(V)
     pivots = L.diagonal(dim1=-2, dim2=-1).square()
