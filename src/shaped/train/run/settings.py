@@ -196,7 +196,8 @@ class Settings:
         """The settings of a file. `overrides` override them, and may name a preset for what neither says."""
         given = read_toml(path) | overrides
         preset = overrides.get("preset")
-        if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # such as the settings.toml of a run, which has every setting
+        # The settings.toml of a run has every setting, but those that are left to their default of None.
+        if preset in PRESETS and {name for name in PRESETS[preset] if DEFAULTS[name] is not None} <= given.keys():
             names = ", ".join(PRESETS[preset])
             raise ValueError(
                 f"preset must change a setting, got {preset!r}, all of whose settings {path} has already, and the file prevails: "
