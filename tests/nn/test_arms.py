@@ -39,7 +39,8 @@ def test_attention_with_qk_norm(shaped, gain):
     """Head by head. The usual temperature of plain attention, tau0 sqrt(n n_k) of a shaped one."""
     attention, X = make(qk_norm=True, qk_gain=gain, shaped=shaped, tau0=TAU0 if shaped else None), make_tokens()
     factors = torch.ones(2, N // HEADS, dtype=torch.float64)
-    if gain:
+    assert (attention.qk_gains is not None) == gain
+    if attention.qk_gains is not None:
         assert torch.equal(torch.stack(list(attention.qk_gains.parameters())), factors)
         factors = torch.rand(2, N // HEADS, generator=generator(3), dtype=torch.float64) + 0.5
         attention.qk_gains.query.data, attention.qk_gains.key.data = factors
