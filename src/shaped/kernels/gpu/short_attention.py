@@ -34,6 +34,44 @@ def write(ptr, x, i, e, stride, m, D: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def multiply(q, k, i, e, stride, m, qk_eps, D: tl.constexpr, C: tl.constexpr, S: tl.constexpr):
+    """The products of queries and keys, [M, M]. With QK-norm also the inverse root mean squares r of both, [M]: q̂ = q·r."""
+    products = tl.zeros([i.shape[0], i.shape[0]], tl.float32)
+    q_squares, k_squares = tl.zeros([i.shape[0]], tl.float32), tl.zeros([i.shape[0]], tl.float32)
+    for c in tl.range(0, D, C, num_stages=S):
+        query, key = read(q, i, c + e, stride, m, D, C), read(k, i, c + e, stride, m, D, C)
+        products = tl.dot(query, tl.trans(key), products)
+        if qk_eps is not None:
+            q_squares += tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
+            k_squares += tl.sum(key.to(tl.float32) * key.to(tl.float32), 1)
+    if qk_eps is not None:  # with qk_eps = 0 the rows beyond m would be inf
+        q_squares = tl.where(i < m, tl.rsqrt(q_squares / D + qk_eps), 0.0)
+        k_squares = tl.where(i < m, tl.rsqrt(k_squares / D + qk_eps), 0.0)
+    return products, q_squares, k_squares
+
+
+@triton.jit
+@no_type_check
+def write_gradient(dx, ds, y, x, r, i, e, stride, m, D: tl.constexpr, C: tl.constexpr):
+    """Writes the gradient of x, queries or keys under QK-norm; y are the others, ds the gradient of the products x yᵀ for fixed r.
+
+    g = ds y is the gradient for fixed r, and dr/dx = -r³ x/D, with eps too. The product's r³ dL/dr is r²·(x·g): dL/dr = x·g/r.
+    So dx = g - x·r²·(x·g)/D. All features of g are kept until x·g is known.
+    """
+    parts = ()
+    along = tl.zeros([i.shape[0]], tl.float32)
+    for c in tl.static_range(0, D, C):
+        part = tl.dot(ds, read(y, i, c + e, stride, m, D, C))
+        along += tl.sum(part * read(x, i, c + e, stride, m, D, C).to(tl.float32), 1)
+        parts = parts + (part,)
+    along *= r * r / D
+    for c in tl.static_range(0, D, C):
+        part = parts[c // C] - along[:, None] * read(x, i, c + e, stride, m, D, C).to(tl.float32)
+        write(dx, part, i, c + e, stride, m, D, C)
+
+
+@triton.jit
+@no_type_check
 def short_attention_kernel(
     qkv_ptr,
     out_ptr,
@@ -42,6 +80,7 @@ def short_attention_kernel(
     gamma2_ptr,
     gain_ptr,
     scale,
+    qk_eps,
     heads,
     m,
     D: tl.constexpr,
@@ -54,9 +93,9 @@ def short_attention_kernel(
     i, e, n = tl.arange(0, M), tl.arange(0, C), heads * D
     q, out = qkv_ptr + b * m * 3 * n + h * D, out_ptr + b * m * n + h * D
     k, v = q + n, q + 2 * n
-    logits = tl.zeros([M, M], tl.float32)
-    for c in tl.range(0, D, C, num_stages=S):
-        logits = tl.dot(read(q, i, c + e, 3 * n, m, D, C), tl.trans(read(k, i, c + e, 3 * n, m, D, C)), logits)
+    logits, q_r, k_r = multiply(q, k, i, e, 3 * n, m, qk_eps, D, C, S)
+    if qk_eps is not None:
+        logits *= q_r[:, None] * k_r[None, :]
     logits = tl.where((i < m)[None, :], logits * (scale * LOG2E), float("-inf"))
     largest = tl.max(logits, 1)
     p = tl.exp2(logits - largest[:, None])
@@ -90,6 +129,7 @@ def short_attention_backward_kernel(
     dgamma2_ptr,
     dgain_ptr,
     scale,
+    qk_eps,
     heads,
     m,
     D: tl.constexpr,
@@ -104,9 +144,9 @@ def short_attention_backward_kernel(
     start = b * m * 3 * n + h * D
     q, dq, do = qkv_ptr + start, dqkv_ptr + start, do_ptr + b * m * n + h * D
     k, v, dk, dv = q + n, q + 2 * n, dq + n, dq + 2 * n
-    logits = tl.zeros([M, M], tl.float32)
-    for c in tl.range(0, D, C, num_stages=S):
-        logits = tl.dot(read(q, i, c + e, 3 * n, m, D, C), tl.trans(read(k, i, c + e, 3 * n, m, D, C)), logits)
+    logits, q_r, k_r = multiply(q, k, i, e, 3 * n, m, qk_eps, D, C, S)
+    if qk_eps is not None:
+        logits *= q_r[:, None] * k_r[None, :]
     lse = tl.load(lse_ptr + tl.program_id(0).to(tl.int64) * m + i, mask=i < m, other=float("inf"))
     p = tl.where((i < m)[None, :], tl.exp2(logits * (scale * LOG2E) - lse[:, None]), 0.0)
     centred = p
@@ -137,7 +177,13 @@ def short_attention_backward_kernel(
     if dgamma1_ptr is not None:  # gamma1 multiplies the identity, gamma2 the matrix of -1/m
         tl.store(dgamma1_ptr + at, tl.sum(tl.where(i[:, None] == i[None, :], dp, 0.0), 1), mask=i < m)
         tl.store(dgamma2_ptr + at, -tl.sum(dp, 1) / m, mask=i < m)
-    ds = (p.to(tl.float32) * (dp - along[:, None]) * scale).to(half)
+    ds = p.to(tl.float32) * (dp - along[:, None]) * scale
+    if qk_eps is not None:
+        ds = (ds * (q_r[:, None] * k_r[None, :])).to(half)
+        write_gradient(dq, ds, k, q, q_r, i, e, 3 * n, m, D, C)
+        write_gradient(dk, tl.trans(ds), q, k, k_r, i, e, 3 * n, m, D, C)
+        return
+    ds = ds.to(half)
     for c in tl.range(0, D, C, num_stages=S):
         write(dq, tl.dot(ds, read(k, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
     ds = tl.trans(ds)
