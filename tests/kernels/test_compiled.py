@@ -9,7 +9,7 @@ HALF_OF_HOPPER = 115_712  # bytes: of 228 KiB a multiprocessor, less 1 KiB a blo
 SINGLE = {
     f"{name}_ptr": "*fp32"
     for name in (
-        "lse",
+        "stats",
         "gamma1",
         "gamma2",
         "gain",
@@ -26,7 +26,7 @@ SINGLE = {
         "sums",
     )
 }
-NUMBERS = {"scale": "fp32"} | dict.fromkeys(("heads", "m", "size", "stride", "count1", "count2", "count3", "end1", "end2"), "i32")
+NUMBERS = {"scale": "fp32", "qk_eps": "fp32"} | dict.fromkeys(("heads", "m", "size", "stride", "count1", "count2", "count3", "end1", "end2"), "i32")
 
 
 @needs_triton

@@ -3,6 +3,9 @@
 Queries, keys and values are read from one tensor, [batch, m, 3 (q, k, v), heads, D]. Their gradients are written in the same layout.
 Features are read and written in chunks, some of them twice. Two programs then fit on one multiprocessor: one computes while the other
 waits for memory. Tiles have M >= m rows, M a power of 2. Entries beyond m and D read as 0.
+
+QK-norm (`qk_eps` is given) divides each query and each key by its root mean square over the D features: x̂ = x·r, r = (x·x/D + eps)^(-1/2).
+`stats` are rows of [batch, heads, m] numbers: the base-2 logarithms of the softmax normalisers and, with QK-norm, r of queries and keys.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
@@ -34,39 +37,44 @@ def write(ptr, x, i, e, stride, m, D: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def multiply(q, k, i, e, stride, m, qk_eps, D: tl.constexpr, C: tl.constexpr, S: tl.constexpr):
-    """The products of queries and keys, [M, M]. With QK-norm also the inverse root mean squares r of both, [M]: q̂ = q·r."""
-    products = tl.zeros([i.shape[0], i.shape[0]], tl.float32)
-    q_squares, k_squares = tl.zeros([i.shape[0]], tl.float32), tl.zeros([i.shape[0]], tl.float32)
-    for c in tl.range(0, D, C, num_stages=S):
-        query, key = read(q, i, c + e, stride, m, D, C), read(k, i, c + e, stride, m, D, C)
-        products = tl.dot(query, tl.trans(key), products)
-        if qk_eps is not None:
-            q_squares += tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
-            k_squares += tl.sum(key.to(tl.float32) * key.to(tl.float32), 1)
-    if qk_eps is not None:  # with qk_eps = 0 the rows beyond m would be inf
-        q_squares = tl.where(i < m, tl.rsqrt(q_squares / D + qk_eps), 0.0)
-        k_squares = tl.where(i < m, tl.rsqrt(k_squares / D + qk_eps), 0.0)
-    return products, q_squares, k_squares
+def multiply_normalised(q, k, i, e, stride, m, qk_eps, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
+    """The products of normalised queries and keys, [M, M], and r of both, [M].
+
+    The loop is unrolled. In a pipelined loop, Triton 3.7 gives one buffer to a chunk that is both multiplied and squared, and overwrites it
+    while the product still reads it.
+    """
+    queries, keys = (), ()
+    for c in tl.static_range(0, D, C):
+        queries, keys = queries + (read(q, i, c + e, stride, m, D, C),), keys + (read(k, i, c + e, stride, m, D, C),)
+    products, q_squares, k_squares = tl.zeros([M, M], tl.float32), tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    for c in tl.static_range(0, D, C):
+        query, key = queries[c // C].to(tl.float32), keys[c // C].to(tl.float32)
+        q_squares += tl.sum(query * query, 1)
+        k_squares += tl.sum(key * key, 1)
+        products = tl.dot(queries[c // C], tl.trans(keys[c // C]), products)
+    q_r, k_r = tl.rsqrt(q_squares / D + qk_eps), tl.rsqrt(k_squares / D + qk_eps)
+    return products * q_r[:, None] * k_r[None, :], q_r, k_r
 
 
 @triton.jit
 @no_type_check
-def write_gradient(dx, ds, y, x, r, i, e, stride, m, D: tl.constexpr, C: tl.constexpr):
-    """Writes the gradient of x, queries or keys under QK-norm; y are the others, ds the gradient of the products x yᵀ for fixed r.
+def write_normalised_gradient(dx, ds, x, y, x_r, y_r, i, e, stride, m, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
+    """Writes the gradient of x, which are queries or keys. y are the other ones, ds is the gradient of the products x̂ ŷᵀ.
 
-    g = ds y is the gradient for fixed r, and dr/dx = -r³ x/D, with eps too. The product's r³ dL/dr is r²·(x·g): dL/dr = x·g/r.
-    So dx = g - x·r²·(x·g)/D. All features of g are kept until x·g is known.
+    The gradient of x̂ is g = ds ŷ, and dr/dx = -r³·x/D for every eps. So dx = r·g - r³·x·(x·g)/D = r·(g - r²·(x·g)/D·x).
+    All features of g stay in registers until x·g is known. ds is not needed in float32 any more, so they fit.
     """
-    parts = ()
-    along = tl.zeros([i.shape[0]], tl.float32)
+    r, y_r = tl.load(x_r + i, mask=i < m, other=0.0), tl.load(y_r + i, mask=i < m, other=0.0)
+    inputs, others, parts, along = (), (), (), tl.zeros([M], tl.float32)
+    for c in tl.static_range(0, D, C):  # all loads first: the program waits once
+        inputs, others = inputs + (read(x, i, c + e, stride, m, D, C),), others + (read(y, i, c + e, stride, m, D, C),)
     for c in tl.static_range(0, D, C):
-        part = tl.dot(ds, read(y, i, c + e, stride, m, D, C))
-        along += tl.sum(part * read(x, i, c + e, stride, m, D, C).to(tl.float32), 1)
+        part = tl.dot(ds, (others[c // C].to(tl.float32) * y_r[:, None]).to(ds.dtype))
+        along += tl.sum(part * inputs[c // C].to(tl.float32), 1)
         parts = parts + (part,)
     along *= r * r / D
     for c in tl.static_range(0, D, C):
-        part = parts[c // C] - along[:, None] * read(x, i, c + e, stride, m, D, C).to(tl.float32)
+        part = (parts[c // C] - along[:, None] * inputs[c // C].to(tl.float32)) * r[:, None]
         write(dx, part, i, c + e, stride, m, D, C)
 
 
@@ -75,7 +83,7 @@ def write_gradient(dx, ds, y, x, r, i, e, stride, m, D: tl.constexpr, C: tl.cons
 def short_attention_kernel(
     qkv_ptr,
     out_ptr,
-    lse_ptr,
+    stats_ptr,
     gamma1_ptr,
     gamma2_ptr,
     gain_ptr,
@@ -88,19 +96,25 @@ def short_attention_kernel(
     C: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Writes the output and the base-2 logarithms of the softmax normalisers."""
+    """Writes the output and `stats`."""
     b, h = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     i, e, n = tl.arange(0, M), tl.arange(0, C), heads * D
     q, out = qkv_ptr + b * m * 3 * n + h * D, out_ptr + b * m * n + h * D
     k, v = q + n, q + 2 * n
-    logits, q_r, k_r = multiply(q, k, i, e, 3 * n, m, qk_eps, D, C, S)
-    if qk_eps is not None:
-        logits *= q_r[:, None] * k_r[None, :]
+    stats, count = stats_ptr + tl.program_id(0).to(tl.int64) * m, tl.num_programs(0).to(tl.int64) * m
+    if qk_eps is None:
+        logits = tl.zeros([M, M], tl.float32)
+        for c in tl.range(0, D, C, num_stages=S):
+            logits = tl.dot(read(q, i, c + e, 3 * n, m, D, C), tl.trans(read(k, i, c + e, 3 * n, m, D, C)), logits)
+    else:
+        logits, q_r, k_r = multiply_normalised(q, k, i, e, 3 * n, m, qk_eps, D, M, C)
+        tl.store(stats + count + i, q_r, mask=i < m)
+        tl.store(stats + 2 * count + i, k_r, mask=i < m)
     logits = tl.where((i < m)[None, :], logits * (scale * LOG2E), float("-inf"))
     largest = tl.max(logits, 1)
     p = tl.exp2(logits - largest[:, None])
     total = tl.sum(p, 1)
-    tl.store(lse_ptr + tl.program_id(0).to(tl.int64) * m + i, largest + tl.log2(total), mask=i < m)
+    tl.store(stats + i, largest + tl.log2(total), mask=i < m)
     p *= (1.0 / total)[:, None]
     if gamma1_ptr is not None:  # centring is done in the matrix; the identity is not: beside it, p would lose digits in half precision
         p -= tl.load(gamma2_ptr).to(tl.float32) / m
@@ -120,7 +134,7 @@ def short_attention_kernel(
 def short_attention_backward_kernel(
     do_ptr,
     qkv_ptr,
-    lse_ptr,
+    stats_ptr,
     gamma1_ptr,
     gamma2_ptr,
     gain_ptr,
@@ -144,10 +158,14 @@ def short_attention_backward_kernel(
     start = b * m * 3 * n + h * D
     q, dq, do = qkv_ptr + start, dqkv_ptr + start, do_ptr + b * m * n + h * D
     k, v, dk, dv = q + n, q + 2 * n, dq + n, dq + 2 * n
-    logits, q_r, k_r = multiply(q, k, i, e, 3 * n, m, qk_eps, D, C, S)
+    stats, count = stats_ptr + tl.program_id(0).to(tl.int64) * m, tl.num_programs(0).to(tl.int64) * m
+    logits = tl.zeros([M, M], tl.float32)
+    for c in tl.range(0, D, C, num_stages=S):
+        logits = tl.dot(read(q, i, c + e, 3 * n, m, D, C), tl.trans(read(k, i, c + e, 3 * n, m, D, C)), logits)
     if qk_eps is not None:
-        logits *= q_r[:, None] * k_r[None, :]
-    lse = tl.load(lse_ptr + tl.program_id(0).to(tl.int64) * m + i, mask=i < m, other=float("inf"))
+        q_r, k_r = stats + count, stats + 2 * count
+        logits *= tl.load(q_r + i, mask=i < m, other=0.0)[:, None] * tl.load(k_r + i, mask=i < m, other=0.0)[None, :]
+    lse = tl.load(stats + i, mask=i < m, other=float("inf"))
     p = tl.where((i < m)[None, :], tl.exp2(logits * (scale * LOG2E) - lse[:, None]), 0.0)
     centred = p
     if gamma1_ptr is not None:
@@ -177,15 +195,13 @@ def short_attention_backward_kernel(
     if dgamma1_ptr is not None:  # gamma1 multiplies the identity, gamma2 the matrix of -1/m
         tl.store(dgamma1_ptr + at, tl.sum(tl.where(i[:, None] == i[None, :], dp, 0.0), 1), mask=i < m)
         tl.store(dgamma2_ptr + at, -tl.sum(dp, 1) / m, mask=i < m)
-    ds = p.to(tl.float32) * (dp - along[:, None]) * scale
+    ds = (p.to(tl.float32) * (dp - along[:, None]) * scale).to(half)
     if qk_eps is not None:
-        ds = (ds * (q_r[:, None] * k_r[None, :])).to(half)
-        write_gradient(dq, ds, k, q, q_r, i, e, 3 * n, m, D, C)
-        write_gradient(dk, tl.trans(ds), q, k, k_r, i, e, 3 * n, m, D, C)
-        return
-    ds = ds.to(half)
-    for c in tl.range(0, D, C, num_stages=S):
-        write(dq, tl.dot(ds, read(k, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
-    ds = tl.trans(ds)
-    for c in tl.range(0, D, C, num_stages=S):
-        write(dk, tl.dot(ds, read(q, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
+        write_normalised_gradient(dq, ds, q, k, q_r, k_r, i, e, 3 * n, m, D, M, C)
+        write_normalised_gradient(dk, tl.trans(ds), k, q, k_r, q_r, i, e, 3 * n, m, D, M, C)
+    else:
+        for c in tl.range(0, D, C, num_stages=S):
+            write(dq, tl.dot(ds, read(k, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
+        ds = tl.trans(ds)
+        for c in tl.range(0, D, C, num_stages=S):
+            write(dk, tl.dot(ds, read(q, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
