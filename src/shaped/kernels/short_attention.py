@@ -44,9 +44,7 @@ def fits(x: Tensor, D: int) -> bool:
     return x.ndim == 3 and can_launch(x) and 0 < x.shape[1] <= LONGEST and D <= LONGEST and x.shape[0] > 0 and _is_allowed(x.device.index)
 
 
-def attention(
-    qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, qk_eps: float | None = None
-) -> Tensor:
+def attention(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, qk_eps: float | None = None) -> Tensor:
     """The tokens, [batch, m, heads · D], from queries, keys and values in one tensor, [batch, m, 3 · heads · D].
 
     `gamma1` and `gamma2` are tensors of one entry each. Without them the attention is plain.
@@ -66,7 +64,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The tokens, times `gain`, and what the backward pass needs: `stats`, [rows, batch, heads, m].
 
-    Its first row is the base-2 log-normalisers of the softmax. With QK-norm two rows follow: the inverse root mean squares of queries and keys.
+    Its first row is the base-2 log-normalisers of the softmax.
+    With QK-norm two rows follow: the inverse root mean squares of queries and of keys.
     """
     from shaped.kernels.gpu.short_attention import short_attention_kernel
 

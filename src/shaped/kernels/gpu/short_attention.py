@@ -37,15 +37,23 @@ def write(ptr, x, i, e, stride, m, D: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def read_all(ptr, i, e, stride, m, D: tl.constexpr, C: tl.constexpr):
+    """All features of the tokens i of a head: a tuple of chunks. The program waits for memory once."""
+    chunks = ()
+    for c in tl.static_range(0, D, C):
+        chunks = chunks + (read(ptr, i, c + e, stride, m, D, C),)  # noqa: RUF005  Triton does not know (*chunks, chunk)
+    return chunks
+
+
+@triton.jit
+@no_type_check
 def multiply_normalised(q, k, i, e, stride, m, qk_eps, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
     """The products of normalised queries and keys, [M, M], and r of both, [M].
 
-    The loop is unrolled. In a pipelined loop, Triton 3.7 gives one buffer to a chunk that is both multiplied and squared, and overwrites it
-    while the product still reads it.
+    The loop is not pipelined: Triton 3.7 would give one buffer to a chunk that is both multiplied and squared, and load the next chunk into
+    it while the product still reads it.
     """
-    queries, keys = (), ()
-    for c in tl.static_range(0, D, C):
-        queries, keys = queries + (read(q, i, c + e, stride, m, D, C),), keys + (read(k, i, c + e, stride, m, D, C),)
+    queries, keys = read_all(q, i, e, stride, m, D, C), read_all(k, i, e, stride, m, D, C)
     products, q_squares, k_squares = tl.zeros([M, M], tl.float32), tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     for c in tl.static_range(0, D, C):
         query, key = queries[c // C].to(tl.float32), keys[c // C].to(tl.float32)
@@ -58,23 +66,22 @@ def multiply_normalised(q, k, i, e, stride, m, qk_eps, D: tl.constexpr, M: tl.co
 
 @triton.jit
 @no_type_check
-def write_normalised_gradient(dx, ds, x, y, x_r, y_r, i, e, stride, m, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
+def write_normalised_gradient(dx, ds, x, y, x_r_ptr, y_r_ptr, i, e, stride, m, D: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
     """Writes the gradient of x, which are queries or keys. y are the other ones, ds is the gradient of the products x̂ ŷᵀ.
 
     The gradient of x̂ is g = ds ŷ, and dr/dx = -r³·x/D for every eps. So dx = r·g - r³·x·(x·g)/D = r·(g - r²·(x·g)/D·x).
     All features of g stay in registers until x·g is known. ds is not needed in float32 any more, so they fit.
     """
-    r, y_r = tl.load(x_r + i, mask=i < m, other=0.0), tl.load(y_r + i, mask=i < m, other=0.0)
-    inputs, others, parts, along = (), (), (), tl.zeros([M], tl.float32)
-    for c in tl.static_range(0, D, C):  # all loads first: the program waits once
-        inputs, others = inputs + (read(x, i, c + e, stride, m, D, C),), others + (read(y, i, c + e, stride, m, D, C),)
+    x_r, y_r = tl.load(x_r_ptr + i, mask=i < m, other=0.0), tl.load(y_r_ptr + i, mask=i < m, other=0.0)
+    others, inputs = read_all(y, i, e, stride, m, D, C), read_all(x, i, e, stride, m, D, C)
+    parts, along = (), tl.zeros([M], tl.float32)
     for c in tl.static_range(0, D, C):
         part = tl.dot(ds, (others[c // C].to(tl.float32) * y_r[:, None]).to(ds.dtype))
         along += tl.sum(part * inputs[c // C].to(tl.float32), 1)
-        parts = parts + (part,)
-    along *= r * r / D
+        parts = parts + (part,)  # noqa: RUF005
+    along *= x_r * x_r / D
     for c in tl.static_range(0, D, C):
-        part = (parts[c // C] - along[:, None] * inputs[c // C].to(tl.float32)) * r[:, None]
+        part = (parts[c // C] - along[:, None] * inputs[c // C].to(tl.float32)) * x_r[:, None]
         write(dx, part, i, c + e, stride, m, D, C)
 
 
@@ -163,8 +170,8 @@ def short_attention_backward_kernel(
     for c in tl.range(0, D, C, num_stages=S):
         logits = tl.dot(read(q, i, c + e, 3 * n, m, D, C), tl.trans(read(k, i, c + e, 3 * n, m, D, C)), logits)
     if qk_eps is not None:
-        q_r, k_r = stats + count, stats + 2 * count
-        logits *= tl.load(q_r + i, mask=i < m, other=0.0)[:, None] * tl.load(k_r + i, mask=i < m, other=0.0)[None, :]
+        q_r_ptr, k_r_ptr = stats + count, stats + 2 * count
+        logits *= tl.load(q_r_ptr + i, mask=i < m, other=0.0)[:, None] * tl.load(k_r_ptr + i, mask=i < m, other=0.0)[None, :]
     lse = tl.load(stats + i, mask=i < m, other=float("inf"))
     p = tl.where((i < m)[None, :], tl.exp2(logits * (scale * LOG2E) - lse[:, None]), 0.0)
     centred = p
@@ -197,8 +204,8 @@ def short_attention_backward_kernel(
         tl.store(dgamma2_ptr + at, -tl.sum(dp, 1) / m, mask=i < m)
     ds = (p.to(tl.float32) * (dp - along[:, None]) * scale).to(half)
     if qk_eps is not None:
-        write_normalised_gradient(dq, ds, q, k, q_r, k_r, i, e, 3 * n, m, D, M, C)
-        write_normalised_gradient(dk, tl.trans(ds), k, q, k_r, q_r, i, e, 3 * n, m, D, M, C)
+        write_normalised_gradient(dq, ds, q, k, q_r_ptr, k_r_ptr, i, e, 3 * n, m, D, M, C)
+        write_normalised_gradient(dk, tl.trans(ds), k, q, k_r_ptr, q_r_ptr, i, e, 3 * n, m, D, M, C)
     else:
         for c in tl.range(0, D, C, num_stages=S):
             write(dq, tl.dot(ds, read(k, i, c + e, 3 * n, m, D, C)), i, c + e, 3 * n, m, D, C)
