@@ -41,16 +41,17 @@ SLOW_EMBEDDING: Choice = ("embedding-lr", {"embedding_lr": 1.0})
 BERT: Choice = ("bert", {"init": "bert", "embedding_std": VARIANCE_ONE})
 GPT2: Choice = ("gpt2", {"init": "gpt2", "embedding_std": VARIANCE_ONE})
 CLIP: Choice = ("clip", {"clip": 1.0})
+SMALL_TABLES: Choice = ("bert-tables", {"init": "bert", "embedding_std": 0.02, "embedding_lr": 1.0})
 GAMMA: Choice = ("gamma", {"gamma": 0.2})
 QK_GAIN: Choice = ("qk-gain", {"qk_gain": True})
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Settings that differ from the defaults, and the four free choices in their order."""
+    """Settings that differ from the defaults, and the free choices in their order."""
 
     settings: dict[str, Any]
-    choices: tuple[Choice, Choice, Choice, Choice]
+    choices: tuple[Choice, ...]
 
 
 def _with_qk(arm: dict[str, Any]) -> dict[str, Any]:
@@ -59,15 +60,16 @@ def _with_qk(arm: dict[str, Any]) -> dict[str, Any]:
 
 PRELN, LEARN = {"model": "preln"}, {"schedule": "learn"}
 ARMS = {
-    "preln": Arm(PRELN, (SLOW_EMBEDDING, BERT, GPT2, CLIP)),
-    "preln-qk": Arm(_with_qk(PRELN), (SLOW_EMBEDDING, BERT, QK_GAIN, CLIP)),
-    "prerms-qk": Arm(_with_qk(PRELN | {"norm": "rms"}), (SLOW_EMBEDDING, BERT, QK_GAIN, CLIP)),
-    "dyt": Arm({"model": "dyt"}, (SLOW_EMBEDDING, BERT, ("alpha", {"dyt_alpha": 0.25}), CLIP)),
+    "preln": Arm(PRELN, (SLOW_EMBEDDING, BERT, GPT2, CLIP, SMALL_TABLES)),
+    "preln-qk": Arm(_with_qk(PRELN), (SLOW_EMBEDDING, BERT, QK_GAIN, CLIP, SMALL_TABLES)),
+    "prerms-qk": Arm(_with_qk(PRELN | {"norm": "rms"}), (SLOW_EMBEDDING, BERT, QK_GAIN, CLIP, SMALL_TABLES)),
+    "dyt": Arm({"model": "dyt"}, (SLOW_EMBEDDING, BERT, ("alpha", {"dyt_alpha": 0.25}), CLIP, SMALL_TABLES)),
     "recover": Arm({}, (SLOW_EMBEDDING, GAMMA, ("tau0", {"tau0": 0.04}), CLIP)),
     "learn": Arm(LEARN, (SLOW_EMBEDDING, GAMMA, ("shaping-lr", {"shaping_lr": 10.0}), CLIP)),
     "recover-qk": Arm(_with_qk({}), (SLOW_EMBEDDING, GAMMA, ("tau0", {"tau0": 0.01}), CLIP)),
     "learn-qk": Arm(_with_qk(LEARN), (SLOW_EMBEDDING, GAMMA, ("tau0", {"tau0": 0.01}), CLIP)),
 }
+MOST_CHOICES = max(len(arm.choices) for arm in ARMS.values())
 
 
 def tune(name: str, measure: Measure) -> dict[str, Any]:
@@ -152,7 +154,10 @@ def make_tables(known: dict[str, RunRecord]) -> str:
     rates = sorted({float(name.removeprefix(f"{arm}-")) for arm in ARMS for name in known if _is_rate(name.removeprefix(f"{arm}-"))})
     by_rate = [_format_rates(known, name, rates) for name in ARMS]
     by_choice = [_format_choices(known, name) for name in ARMS]
-    heads = (["arm", *(f"{rate:g}" for rate in rates), "sensitivity"], ["arm", *(f"choice {k}" for k in range(1, 5)), "tuned settings"])
+    heads = (
+        ["arm", *(f"{rate:g}" for rate in rates), "sensitivity"],
+        ["arm", *(f"choice {k}" for k in range(1, 1 + MOST_CHOICES)), "tuned settings"],
+    )
     return "\n\n".join(
         "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *filter(None, rows)))
         for head, rows in zip(heads, (by_rate, by_choice), strict=True)
@@ -185,7 +190,7 @@ def _format_choices(known: dict[str, RunRecord], name: str) -> list[str]:
         chosen = ", ".join(f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {value}" for key, value in tuned.items())
     except Missing:
         chosen = "not finished"
-    return [f"`{name}`", *cells, *[""] * (4 - len(cells)), chosen] if cells else []
+    return [f"`{name}`", *cells, *[""] * (MOST_CHOICES - len(cells)), chosen] if cells else []
 
 
 def _is_rate(text: str) -> bool:

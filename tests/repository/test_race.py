@@ -39,19 +39,20 @@ def test_the_grid_grows_until_the_best_rate_is_inside(race: ModuleType):
     assert best["lr"] == 6.25e-5
     assert best["embedding_lr"] == pytest.approx(80.0)
     assert runs[5:8] == ["preln-qk-0.000125", "preln-qk-6.25e-05", "preln-qk-3.125e-05"]
-    assert len(runs) == 8 + 4
+    assert len(runs) == 8 + 5
 
 
 def test_a_choice_is_kept_only_if_it_lowers_the_loss(race: ModuleType):
     def loss(settings: dict[str, Any]) -> float:
         gain = -0.1 * (settings.get("init") == "bert") + 0.1 * bool(settings.get("qk_gain")) - 0.1 * (settings.get("clip") == 1.0)
+        gain += 0.1 * (settings.get("embedding_std") == 0.02)
         return abs(settings["lr"] - 1e-3) + gain
 
     best, runs = tuned(race, loss)
     assert best == {
         "model": "preln", "qk_norm": True, "lr": 1e-3, "embedding_lr": 5.0, "init": "bert", "embedding_std": 0.5**0.5, "clip": 1.0,
     }  # fmt: skip
-    assert runs[5:] == ["preln-qk-1-embedding-lr", "preln-qk-2-bert", "preln-qk-3-qk-gain", "preln-qk-4-clip"]
+    assert runs[5:] == ["preln-qk-1-embedding-lr", "preln-qk-2-bert", "preln-qk-3-qk-gain", "preln-qk-4-clip", "preln-qk-5-bert-tables"]
 
 
 def test_every_arm_makes_valid_settings(race: ModuleType, tmp_path: Path):
