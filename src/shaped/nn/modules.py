@@ -171,8 +171,7 @@ class ShapedSelfAttention(nn.Module):
             qkv = self.qkv(x)
             if attend is None and attn_mask is None and self.fits_short_kernel(qkv):
                 gamma1, gamma2 = (None, None) if self.shaping is None else self.shaping()
-                normalised = {} if self.qk_eps is None else {"qk_eps": self.qk_eps}
-                return self.output(short_attention.attention(qkv, gamma1, gamma2, self.heads, self.scale, **normalised))
+                return self.output(short_attention.attention(qkv, gamma1, gamma2, self.heads, self.scale, self.qk_eps))
             features = qkv.split(self.splits, -1)
         q, k, v = (feature.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for feature in features)
         q, k = self.transform(q, k)

@@ -51,7 +51,7 @@ class FusedBlock:
             scale=attention.scale,
             side_stream=self.side_stream,
             last=self.last,
-            qk_eps=getattr(attention, "qk_eps", None),
+            qk_eps=attention.qk_eps,
         )
         return BlockFunction.apply(x, places, tensors, *gains)
 
@@ -70,7 +70,7 @@ def can_fuse(blocks: Sequence[nn.Module]) -> bool:
 def _can_fuse_one(block: ShapedTransformerBlock) -> bool:
     """Shaped attention with one product for q, k and v, the shaped ReLU, weights whose gradients are written in place."""
     attention, feedforward = block.attention, block.feedforward
-    if getattr(attention, "qk_gains", None) is not None:  # the kernels have QK-norm, but not its trained gains
+    if attention.qk_gains is not None:  # the kernels have QK-norm, but not its trained gains
         return False
     matrices = (attention.qkv, attention.output, feedforward.pre, feedforward.post)
     # The shaped ReLU is the one activation that the kernels are written for. An unshaped one has no slope.
