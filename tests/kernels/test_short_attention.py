@@ -74,12 +74,13 @@ def test_the_operator_is_as_pytorch_wants_it(qk_eps):
     torch.library.opcheck(short_attention.forward_op, (qkv, *gammas, 2, 0.3, qk_eps))
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("shaped", [True, False])
-def test_a_layer_with_one_product_uses_it(shaped, monkeypatch):
+def test_a_layer_with_one_product_uses_it(shaped, qk_norm, monkeypatch):
     """One matrix for queries, keys and values: the same outputs with the operator and without it."""
     from shaped.nn.modules import ShapedSelfAttention, make_linear
 
-    attention = ShapedSelfAttention(16, 2, shaped=shaped).double()
+    attention = ShapedSelfAttention(16, 2, shaped=shaped, qk_norm=qk_norm).double()
     x = torch.randn(2, 5, 16, generator=generator(123), dtype=torch.float64)
     padding = torch.arange(5) < torch.tensor([5, 3])[:, None, None, None]
     expected, padded = attention(x), attention(x, padding)
@@ -89,7 +90,7 @@ def test_a_layer_with_one_product_uses_it(shaped, monkeypatch):
     assert (attention(x) - expected).abs().max() < 1e-12
     calls = []
     monkeypatch.setattr(short_attention, "fits", lambda qkv, D: True)
-    monkeypatch.setattr(short_attention, "attention", lambda *given: calls.append(given) or forward(*given, *[None] * (6 - len(given)))[0])
+    monkeypatch.setattr(short_attention, "attention", lambda *given: calls.append(given) or short_attention.forward_op(*given)[0])
     assert (attention(x) - expected).abs().max() < 1e-12
     assert len(calls) == 1
     assert (attention(x, padding) - padded).abs().max() < 1e-12
