@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,9 +17,13 @@ from shaped.testing.stats import assert_mean, assert_rejected, assert_same_momen
 CPU = torch.device("cpu")
 
 
-def check_module(layer: Layer, m: int = 3, n: int | None = None, n_k: int = 5, networks: int = 6000, samples: int = 60_000) -> None:
-    """One step of `propagate` has the law of one step of `module`: means, covariances, third moments. n is 12, or the next that fits."""
+def check_module(
+    layer: Layer, m: int = 3, n: int | None = None, n_k: int | None = None, networks: int = 6000, samples: int = 60_000
+) -> None:
+    """One step of `propagate` has the law of one step of `module`: means, covariances, third moments. n is 12, n_k is 5, or the next that
+    fits."""
     n = find_width(layer, max(12, m)) if n is None else n
+    n_k = find_key_width(layer, n, 5) if n_k is None else n_k
     V, g = random_covariance(m, 50), generator(51)
     explicit = torch.empty(networks, m, m, dtype=torch.float64)
     with torch.no_grad():
@@ -81,6 +86,10 @@ class MirroredStream(Stream):
         T = super().bartlett(like, size, degrees)
         self.sign = -1.0
         return T
+
+    def rows(self, like: Tensor, size: int, degrees: int) -> Tensor:
+        """As it is, for the same reason."""
+        return -super().rows(like, size, degrees)
 
 
 def _branch_drifts(layer: ResidualLayer, V: Tensor, n: int, samples: int) -> Tensor:
@@ -167,10 +176,19 @@ def check_survival(layer: Layer, m: int = 3, widths: tuple[int, ...] | None = No
 
 def find_width(layer: Layer, least: int) -> int:
     """The smallest width, at least this, that the layer can have."""
-    for n in range(least, 2**12):
+    return _find_sizes(layer, (Sizes(n) for n in range(least, 2**12)), f"a width between {least} and {2**12}").n
+
+
+def find_key_width(layer: Layer, n: int, least: int) -> int:
+    """The smallest width of a head's keys, at least this, that the layer can have at width n."""
+    return _find_sizes(layer, (Sizes(n, n_k) for n_k in range(least, 2**12)), f"keys of a width between {least} and {2**12}").keys(1)
+
+
+def _find_sizes(layer: Layer, candidates: Iterable[Sizes], wanted: str) -> Sizes:
+    for sizes in candidates:
         try:
-            layer.check_sizes(Sizes(n))
+            layer.check_sizes(sizes)
         except ValueError:
             continue
-        return n
-    raise ValueError(f"layer must allow a width between {least} and {2**12}, got {layer!r}")
+        return sizes
+    raise ValueError(f"layer must allow {wanted}, got {layer!r}")
