@@ -17,7 +17,6 @@ SHAPED = {
     "heads, projected": shaped.ShapedAttention(0.8, 0.4, heads=4, project=True),
     "heads, ALiBi": shaped.ShapedAttention(0.8, 0.4, heads=8, mask=shaped.alibi(3, 8)),
     "QK-norm": shaped.ShapedAttention(0.8, 0.4, qk_norm=True),
-    "QK-norm, biased": shaped.ShapedAttention(0.8, 0.4, mask=BIAS, qk_norm=True),
     "RoPE": shaped.ShapedAttention(0.8, 0.4, rope=100.0),
     "RoPE, QK-norm, causal": shaped.ShapedAttention(0.8, 0.4, mask="causal", qk_norm=True, rope=100.0),
     "feed-forward": shaped.ShapedFeedForward(0.8, 4.0, -4.0),

@@ -1,5 +1,8 @@
 """Shaped attention with QK-norm and with RoPE: what the logits see of the tokens."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import oracle
 import pytest
@@ -8,6 +11,11 @@ from test_theorems import bias_for, close, mask_for
 
 import shaped
 from shaped import testing
+from shaped.covariance import factor
+from shaped.layers.base import Sizes
+from shaped.layers.rope import check_rope, lag_modes, lag_similarity, rope_frequencies
+from shaped.nn.functional import rotate
+from shaped.randomness import Stream
 from shaped.testing.stats import random_covariance
 
 ROPES = {"none": None, "base": 50.0, "frequencies": (1.3, 0.4, 0.02)}
@@ -46,3 +54,98 @@ def test_networks_with_rope_have_the_limits_drift_and_noise():
     layer = shaped.ShapedAttention(0.8, 0.4, rope=ROPES["frequencies"])
     testing.check_drift_of_branch(layer, 3, samples=600_000, n_k=6)
     testing.check_Sigma_of_steps(layer, 3, n_k=6)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_token_of_length_zero_has_no_logits(rope):
+    """Its correlations are 0 there, with itself too. The other tokens see it as a key with logit 0."""
+    m, V = 4, random_covariance(4, 1)
+    V[2] = V[:, 2] = 0.0
+    layer = shaped.ShapedAttention(0.6, 0.7, mask=bias_for("random", m), qk_norm=True, rope=ROPES[rope])
+    drift, Sigma = oracle_limit(layer, V.numpy(), [bias_for("random", m)])
+    close(layer.drift(V), drift)
+    close(layer.Sigma(V), Sigma)
+    L = factor(V.expand(8, m, m))
+    for n_k in (6, 2):  # fewer features than tokens too
+        widths = layer if isinstance(ROPES[rope], float | None) else replace(layer, rope=ROPES[rope][: n_k // 2])
+        A = widths.attention(None, L, Sizes(12, n_k), Stream(0, 0, dtype=torch.float64, device=torch.device("cpu")))
+        assert torch.allclose(A[:, 2], torch.eye(m, dtype=torch.float64)[2], rtol=0, atol=1e-15)
+        assert (A[:, 0] != A[:1, 0]).any()
+    paths = shaped.solve(layer, V, T=0.1, steps=10, samples=64, seed=0, record="last")
+    assert paths.V.isfinite().all()
+    assert paths.V[-1, :, 2, 2].max() < 1e-200
+
+
+@pytest.mark.parametrize("rope", ["none", "base"])
+def test_the_drift_keeps_its_digits_when_tokens_collapse(rope):
+    """Tokens that differ by a share of 1e-5 of their length change by about that share squared, without RoPE by its fourth power."""
+    share, layer = 1e-5, shaped.ShapedAttention(0.8, 0.4, qk_norm=True, rope=ROPES[rope])
+    X = torch.ones(3, 5, dtype=torch.float64) + share * torch.randn(3, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    V = X @ X.mT / 5
+    expected, _ = oracle_limit(layer, V.numpy().astype(np.longdouble), [bias_for("full", 3)])
+    found = layer.terms[1].drift(V)[0, 0].item()
+    assert found == pytest.approx(float(expected[0, 0]), rel=1e-3 if rope == "none" else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        (True, "rope must be a base, such as 10000.0, or an array of frequencies, got True"),
+        ("llama", "rope must be a base, such as 10000.0, or an array of frequencies, got 'llama'"),
+        (0.5, r"rope must lie in \[1, 1e\+12\], got 0.5"),
+        ([], r"rope must be a base or a list of frequencies, got shape \(0,\)"),
+        ([[1.0]], r"rope must be a base or a list of frequencies, got shape \(1, 1\)"),
+        ([1.0, float("nan")], r"rope must hold finite frequencies of at most 1e\+12, got nan"),
+    ],
+)
+def test_ropes_that_are_refused(rope, words):
+    with pytest.raises(ValueError, match=words):
+        check_rope(rope)
+
+
+def test_widths_that_rope_cannot_have():
+    V0 = shaped.equicorrelated(3, 0.2)
+    for rope, n_k, words in ((100.0, 5, "n_k must be even with rope, .* got 5"), ((1.0, 0.1), 6, "n_k must be 4, two features for each")):
+        layer = shaped.ShapedAttention(0.5, rope=rope)
+        with pytest.raises(ValueError, match=words):
+            shaped.propagate(layer, V0, n=8, n_k=n_k, d=1, samples=1, seed=0)
+        with pytest.raises(ValueError, match=words):
+            layer.module(8, n_k)
+
+
+def test_ropes_are_kept_as_numbers():
+    for given in (torch.tensor([1.0, 0.5]), np.array([1.0, 0.5]), [1, 0.5]):
+        assert check_rope(given) == (1.0, 0.5)
+    assert check_rope(check_rope(100)) == 100.0
+    layer = shaped.ShapedAttention(0.5, qk_norm=True, rope=(1.0, 0.5))
+    assert repr(layer) == "ShapedAttention(gamma=0.5, qk_norm=True, rope=<2 frequencies>)"
+    assert repr(shaped.ShapedAttention(0.5, rope=10000.0)) == "ShapedAttention(gamma=0.5, rope=10000.0)"
+
+
+def test_terms_of_different_logits_stay_apart():
+    layers = [shaped.ShapedAttention(0.5, qk_norm=qk_norm, rope=rope) for qk_norm in (False, True) for rope in (None, 100.0, (1.0, 0.1))]
+    assert len(shaped.layers.Chain(*layers, *layers).terms) == 7
+
+
+def test_rope_turns_pairs_of_features():
+    """Llama's convention: feature i and feature i + n_k/2, by the token's place times the frequency."""
+    x = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 3.0]], dtype=torch.float64)
+    theta = rope_frequencies(100.0, 4)
+    assert theta.tolist() == pytest.approx([1.0, 0.1])
+    cos, sin = math.cos, math.sin
+    expected = [[1.0, 0, 0, 0], [cos(1), 2 * cos(0.1), sin(1), 2 * sin(0.1)], [0, -3 * sin(0.2), 0, 3 * cos(0.2)]]
+    assert torch.allclose(rotate(x, theta), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=1e-15)
+
+
+def test_the_similarity_of_lags():
+    """Of a base: (Ci(s) - Ci(s/base))/log(base) at large lags, where the oracle's series ends; the modes give it back."""
+    found = lag_similarity(10_000.0, 1000)
+    for s in (0, 1, 7, 20):
+        assert found[s].item() == pytest.approx(oracle.lag_similarity(10_000.0, s), abs=1e-8 if s == 20 else 1e-12)
+    u = (np.arange(1_000_000) + 0.5) / 1_000_000
+    assert found[999].item() == pytest.approx(np.cos(999 * 10_000.0**-u).mean(), abs=1e-8)
+    modes = lag_modes(10_000.0, 40)
+    assert len(modes) < 40
+    products = torch.einsum("rab,rcd->abcd", modes, modes)
+    for a, b, c, d in ((0, 39, 39, 0), (3, 5, 7, 1), (8, 8, 2, 2)):
+        assert products[a, b, c, d].item() == pytest.approx(found[abs((a - b) - (c - d))].item(), abs=1e-13)
