@@ -16,7 +16,8 @@ from shaped.layers.base import Sizes
 from shaped.layers.rope import check_rope, lag_modes, lag_similarity, rope_frequencies
 from shaped.nn.functional import rotate
 from shaped.randomness import Stream
-from shaped.testing.stats import random_covariance
+from shaped.testing.law import draw_tokens
+from shaped.testing.stats import generator, random_covariance, seed
 
 ROPES = {"none": None, "base": 50.0, "frequencies": (1.3, 0.4, 0.02)}
 
@@ -149,3 +150,63 @@ def test_the_similarity_of_lags():
     products = torch.einsum("rab,rcd->abcd", modes, modes)
     for a, b, c, d in ((0, 39, 39, 0), (3, 5, 7, 1), (8, 8, 2, 2)):
         assert products[a, b, c, d].item() == pytest.approx(found[abs((a - b) - (c - d))].item(), abs=1e-13)
+
+
+def test_with_qk_norm_no_path_explodes():
+    """Long tokens and a low temperature. Without QK-norm every path of the SDE explodes, and networks grow faster the wider they are."""
+    V0 = 100.0 * torch.eye(4, dtype=torch.float64)
+    without, with_norm = (shaped.ShapedAttention(0.9, 0.1, qk_norm=qk_norm) for qk_norm in (False, True))
+    assert shaped.solve(without, V0, T=1.0, samples=64, seed=seed(70), record="last").stopped_share == 1.0
+    assert shaped.solve(with_norm, V0, T=1.0, samples=64, seed=seed(71), record="last").stopped_share == 0.0
+    shares = {
+        (layer, n): shaped.propagate(layer, V0, n=n, d=n, samples=256, seed=seed(72), record="last", upper=1e12).stopped_share
+        for layer in (without, with_norm)
+        for n in (64, 256)
+    }
+    assert shares[without, 64] + 0.05 < shares[without, 256]
+    assert shares[with_norm, 64] == shares[with_norm, 256] == 0.0
+
+
+def test_the_drift_grows_no_faster_than_the_covariance():
+    """tr b <= 3 m·rate·tr V for every V: why no solution explodes (docs/method.md). Scaling V scales drift and noise."""
+    m, V = 4, random_covariance(4, 3, (200,))
+    sizes = torch.logspace(-6, 6, m, dtype=torch.float64)
+    for rope in (None, 100.0):
+        for mask in (None, "causal", bias_for("random", m)):
+            layer = shaped.ShapedAttention(0.9, 0.1, mask=mask, qk_norm=True, rope=rope)
+            rate = 0.9**2 / 0.1**2
+            for W in (V, V * sizes[:, None] * sizes):
+                trace = layer.drift(W).diagonal(dim1=-2, dim2=-1).sum(-1)
+                assert (trace < 3 * m * rate * W.diagonal(dim1=-2, dim2=-1).sum(-1)).all()
+            assert torch.allclose(layer.drift(100.0 * V), 100.0 * layer.drift(V), rtol=0, atol=1e-9)
+            assert torch.allclose(layer.Sigma(100.0 * V), 1e4 * layer.Sigma(V), rtol=0, atol=1e-7)
+
+
+def test_deep_networks_have_the_law_of_explicit_weights():
+    """n = 16, d = 8, end of path."""
+    layer, n, d, count = shaped.ShapedAttention(0.7, 0.4, heads=2, project=True, mask="causal", qk_norm=True, rope=100.0), 16, 8, 400
+    V0, g = shaped.equicorrelated(3, 0.2), generator(73)
+    V = torch.empty(count, 3, 3, dtype=torch.float64)
+    with torch.no_grad():
+        for i in range(count):
+            X = draw_tokens(V0, n, g)
+            for _ in range(d):
+                X = layer.module(n, generator=g, dtype=torch.float64)(X)
+            V[i] = X @ X.mT / n
+    explicit = shaped.Trajectory(torch.tensor([d / n], dtype=torch.float64), V[None], torch.full((count,), math.inf, dtype=torch.float64))
+    drawn = shaped.propagate(layer, V0, n=n, d=d, samples=10_000, seed=seed(74), record="last")
+    found = shaped.compare(explicit, drawn, pair=(0, 1))
+    for distance in (*found.ks.values(), *found.wasserstein.values()):
+        assert distance.value < 1.7 * distance.band  # a Kolmogorov-Smirnov distance passes this in 1 of 30,000 cases
+
+
+def test_wide_networks_have_the_sdes_law():
+    """End of path, QK-norm, at a temperature at which the logits matter."""
+    layer, V0 = shaped.ShapedAttention(0.7, 0.3, mask="causal", qk_norm=True), shaped.equicorrelated(3, 0.2, variance=4.0)
+    limit = shaped.solve(layer, V0, T=0.5, samples=4000, seed=seed(75), record="last")
+    networks = shaped.propagate(layer, V0, n=100, d=50, samples=4000, seed=seed(76), record="last")
+    found = shaped.compare(limit, networks, pair=(0, 1))
+    for distance in found.ks.values():
+        assert distance.value < 1.7 * distance.band
+    other = shaped.propagate(replace(layer, qk_norm=False), V0, n=100, d=50, samples=4000, seed=seed(76), record="last")
+    assert max(distance.value / distance.band for distance in shaped.compare(limit, other, pair=(0, 1)).ks.values()) > 3.0
