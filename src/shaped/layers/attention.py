@@ -156,12 +156,17 @@ class ShapedAttention(ResidualLayer):
     def rotated_logits(self, L: Factor, n_k: int, scale: float, stream: Stream) -> Matrix:
         """The same with RoPE. It tells features apart, so queries and keys are drawn: 2·m·n_k normals."""
         assert self.rope is not None
-        tokens, m = L.contiguous(), L.shape[-1]
-        queries, keys = tokens @ stream.rows(tokens, m, n_k), tokens @ stream.matrices(tokens, m, n_k)
-        if self.qk_norm:
-            queries, keys = (x * (inverse_length(x.square().sum(-1)) * math.sqrt(n_k))[..., None] for x in (queries, keys))
-        frequencies = rope_frequencies(self.rope, n_k)
-        return match_layout(rotate(queries, frequencies) @ rotate(keys, frequencies).mT * scale, L)
+        batch, m, frequencies = len(L), L.shape[-1], rope_frequencies(self.rope, n_k)
+        logits = L.new_empty(batch, m, m)
+        few = max(1, (2**16 if L.device.type == "cpu" else 2**26) // (m * n_k))  # so many samples fit into the CPU's cache
+        for first in range(0, batch, few):
+            part = L[first : first + few].contiguous()
+            queries, keys = part @ stream.rows(part, m, n_k), part @ stream.matrices(part, m, n_k)
+            logits[first : first + few] = rotate(queries, frequencies) @ rotate(keys, frequencies).mT
+            if self.qk_norm:
+                query_length, key_length = (inverse_length(x.square().sum(-1)) for x in (queries, keys))
+                logits[first : first + few].mul_(query_length[..., None]).mul_(key_length[..., None, :]).mul_(n_k)
+        return match_layout(logits.mul_(scale), L)
 
     def module(
         self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shaped.covariance import Matrix, Point, inverse_length, lower_product, match_layout, product, product_lower, weighted_mean
-from shaped.layers.masks import Mask, Rows, resting_attention, same_mask
+from shaped.layers.masks import Mask, resting_attention, same_mask
 from shaped.layers.rope import Rope, lag_matrix, lag_modes
 from shaped.layers.terms import Term
 from shaped.randomness import Normals
@@ -35,8 +35,9 @@ class LogitPerturbation(Term):
     $b = \text{rate}\,[\mathbb{E}\,E V E^\top + \tfrac12 (P \circ S_2) V + \tfrac12 V (P \circ S_2)^\top]$, and the noise is
     $\sqrt{\text{variance}}\,(E V + V E^\top)$.
 
-    Beyond the paper, $\mathbb{E} N^{\alpha\delta} N^{\beta\omega} = K^{\alpha\beta} K^{\delta\omega}\,\kappa((\alpha-\delta) - (\beta-\omega))$:
-    with QK-norm K is the correlation $\rho$ in place of V, and with RoPE $\kappa$ is the similarity of two lags (`lag_similarity`), else 1.
+    Beyond the paper,
+    $\mathbb{E} N^{\alpha\delta} N^{\beta\omega} = K^{\alpha\beta} K^{\delta\omega}\,\kappa((\alpha-\delta) - (\beta-\omega))$: with QK-norm
+    K is the correlation $\rho$ in place of V, and with RoPE $\kappa$ is the similarity of two lags (`lag_similarity`), else 1.
     """
 
     mask: Mask = field(repr=False)
@@ -97,9 +98,9 @@ class LogitPerturbation(Term):
         $C^{\alpha\delta} = J^{\delta\delta} - 2 (PJ)^{\alpha\delta}$, up to terms that do not depend on $\delta$: the softmax ignores them.
         """
         P, kernel = resting_attention(self.mask, V.shape[-1], V), self.kernel(V)
-        # The rows of E add up to 0, so tokens and keys may be taken less the first of them. What all of them share changes neither Q nor S2,
-        # but for the query's own length, and its rounding would drown what is left of them when the tokens collapse. RoPE turns the keys
-        # by different angles, so that they do not collapse with the tokens.
+        # The rows of E add up to 0, so tokens and keys may be taken less the first of them. What all of them share changes neither Q nor
+        # S2, but for the query's own length, and its rounding would drown what is left of them when the tokens collapse. RoPE turns the
+        # keys by different angles, so that they do not collapse with the tokens.
         tokens = subtract_first(V)
         if self.rope is not None:
             K, turned = kernel, kernel * lag_matrix(self.rope, V.shape[-1], V)
@@ -171,7 +172,8 @@ class LogitPerturbation(Term):
         return Point(matrix=product(moved, moved.mT).addcmul_(change.kernel, change.squared * (h * (self.rate - self.variance))))
 
     def longest(self, m: int) -> float:
-        """Without QK-norm `move` chooses its parts by V. With it, tokens of one length change by at most 3/2·rate of it in a unit of time."""
+        """Without QK-norm `move` chooses its parts by V. With it the drift is linear in V, and a step changes tokens of equal lengths by
+        about STRIDE at most."""
         return STRIDE / (1.5 * self.rate) if self.qk_norm and self.rate else math.inf
 
     def plus(self, other: Term) -> Term | None:

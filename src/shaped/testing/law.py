@@ -55,7 +55,7 @@ def check_drift_of_branch(
     """n·E[V' - V] → b for a residual layer, with a bias that halves when n doubles. An error of 5 % is rejected if `reject`.
 
     `control` is a layer with drift 0 that draws the same normals, such as `ShapedFeedForward(gamma, 0.0, 0.0)` for a feed-forward layer.
-    Its samples are subtracted, which removes most of the noise. `n_k` is the width of the keys, for all widths n; by default n over the heads.
+    Its samples are subtracted, which removes most of the noise. `n_k` is the width of the keys at every n; by default n over the heads.
     """
     V = random_covariance(m, 56)
     b = vech(layer.drift(V))
