@@ -38,6 +38,15 @@ def correlation(V: Matrix) -> Matrix:
     return rho
 
 
+def inverse_length(v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
+    """1/sqrt(v) of tokens' variances, and 0 for a token of length zero: normalised, it stays zero.
+
+    A variance below the dtype's smallest number to the power 3/4 counts as zero: `factor` raises a zero token's variance to the smallest
+    number, and some steps later it is a little larger.
+    """
+    return torch.where(v > torch.finfo(v.dtype).tiny ** 0.75, v.rsqrt(), 0.0)
+
+
 def equicorrelated(
     m: int,
     rho: float,

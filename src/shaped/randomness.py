@@ -134,6 +134,10 @@ class Stream(Normals):
         T = T.permute(2, 0, 1)
         return T if like.stride(0) == 1 else T.contiguous()
 
+    def rows(self, like: Float[Tensor, "batch _ _"], size: int, degrees: int) -> Float[Tensor, "batch {size} {degrees}"]:
+        """The matrix Z of normals that `bartlett` replaces, for a law that tells its columns apart."""
+        return self.matrices(like, size, degrees)
+
     def _gamma(self, shapes: Float[np.ndarray, " row"], count: int) -> Float[Tensor, "row {count}"]:
         """Gamma numbers with these shape parameters, `count` of each, in double precision."""
         if self._device.type == "cpu":

@@ -39,6 +39,14 @@ def attention_matrix(
     return A
 
 
+def rotate(x: Float[Tensor, "*batch m k"], frequencies: Float[Tensor, " pairs"]) -> Float[Tensor, "*batch m k"]:
+    r"""RoPE: the pair (i, i + k/2) of the features of token $\alpha$ turned by the angle $\alpha\,\theta_i$ (Su et al. 2021)."""
+    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequencies.to("cpu", torch.float64)
+    cos, sin = angle.cos().to(x), angle.sin().to(x)
+    one, other = x.chunk(2, -1)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
+
+
 def layer_norm(X: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:
     """Each token brought to mean 0 and variance 1 over its features, without gain or bias, as at initialisation.
 
