@@ -23,8 +23,10 @@ from transformers.utils.output_capturing import capture_outputs
 from shaped.hf.attention import NAME, attention_forward
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn.activations import ACTIVATIONS
-from shaped.nn.blocks import LayerNormBlock, ShapedTransformerBlock
-from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, init_normal, make_linear
+from shaped.nn.blocks import BLOCKS, NormBlock, ShapedTransformerBlock
+from shaped.nn.initialisations import INITIALISATIONS
+from shaped.nn.modules import QKGains, ShapedFeedForwardBlock, ShapedSelfAttention, init_normal, make_linear
+from shaped.nn.norms import NORMS, DyT
 from shaped.nn.schedules import Shapeable
 
 
@@ -68,24 +70,38 @@ class ShapedLayer(GradientCheckpointingLayer):
         return self.block(x, mask, attend)
 
 
-def make_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNormBlock:
+def make_block(config: ShapedConfig) -> ShapedTransformerBlock | NormBlock:
     shaped, schedule = config.block == "shaped", config.shaping()
+    has_gains = "gains" in BLOCKS[config.block].parts
     attention = ShapedSelfAttention(
         config.hidden_size,
         config.num_attention_heads,
-        tau0=config.tau0,
+        tau0=config.tau0 if has_gains else None,
         causal=config.is_decoder,
         dropout=config.attention_dropout,
         schedule=schedule,
         shaped=shaped,
+        qk_norm=config.qk_norm,
+        qk_gain=config.qk_gain,
     )
     activation = ACTIVATIONS[config.activation].from_config(config.c_minus)
     feedforward = ShapedFeedForwardBlock(
         config.hidden_size, config.intermediate_size, schedule=schedule, shaped=shaped, activation=activation
     )
-    if config.block in ("preln", "postln"):
-        return LayerNormBlock(attention, feedforward, "pre" if config.block == "preln" else "post")
-    return ShapedTransformerBlock(attention, feedforward, config.gamma, config.train_gains, config.gamma_feedforward)
+    if has_gains:
+        return ShapedTransformerBlock(attention, feedforward, config.gamma, config.train_gains, config.gamma_feedforward)
+    INITIALISATIONS[config.init].apply(attention, feedforward, config.num_hidden_layers)
+    return NormBlock(attention, feedforward, "post" if config.block == "postln" else "pre", lambda width: make_norm(config))
+
+
+def make_norm(config: ShapedConfig) -> nn.Module:
+    """A norm of the tokens' features: DyT in a model of such blocks, the config's `norm` else."""
+    if config.block == "dyt":
+        return DyT(config.hidden_size, config.dyt_alpha)
+    return NORMS[config.norm].make(config.hidden_size)
+
+
+RESETTABLE = (Shapeable, ShapedTransformerBlock, QKGains, nn.LayerNorm, nn.RMSNorm, DyT)
 
 
 class ShapedPreTrainedModel(PreTrainedModel):
@@ -107,7 +123,7 @@ class ShapedPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialises a module as its constructor does. transformers skips weights that were loaded from a checkpoint."""
-        if isinstance(module, (Shapeable, ShapedTransformerBlock, nn.LayerNorm)):
+        if isinstance(module, RESETTABLE):
             module.reset_parameters()
         elif isinstance(module, (nn.Linear, nn.Embedding)):  # without `std`: a head or table that was resized for more tokens
             usual = self.config.choose_head_std() if isinstance(module, nn.Linear) else self.config.choose_table_std()
@@ -128,7 +144,7 @@ class Embedding(nn.Module):
         self.tokens = make_table(config.vocab_size, config.hidden_size, std)
         self.positions = make_table(config.max_position_embeddings, config.hidden_size, std)
         self.types = make_table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
-        self.norm = nn.LayerNorm(config.hidden_size) if config.embedding_norm else None
+        self.norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, x: Tensor, position_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
@@ -146,7 +162,7 @@ class ShapedModel(ShapedPreTrainedModel):
         super().__init__(config)
         self.embedding = Embedding(config)
         self.layers = nn.ModuleList(ShapedLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = nn.LayerNorm(config.hidden_size) if config.block == "preln" else None
+        self.norm = make_norm(config) if config.block in ("preln", "dyt") else None
         self.gradient_checkpointing = False
         self.post_init()
 

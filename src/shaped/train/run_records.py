@@ -43,7 +43,7 @@ class RunRecord:
 
     @property
     def kind(self) -> str:
-        return name_kind(self.settings["model"], self.settings["schedule"])
+        return name_kind(self.settings)
 
 
 def read_runs(places: Iterable[Path]) -> list[RunRecord]:

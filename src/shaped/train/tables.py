@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from shaped.nn.blocks import BLOCKS
 from shaped.train.run.result import Result
-from shaped.train.run.settings import DEFAULTS, PRESETS, Settings
+from shaped.train.run.settings import DEFAULTS, PRESETS, Settings, find_parts
 from shaped.train.run_records import RunRecord
 
 PAPER_TABLE1 = {  # test loss at 100K steps, best gamma: mean and standard deviation
@@ -114,7 +115,7 @@ def entropy_curves(runs: Iterable[RunRecord], layers: tuple[int, ...] = (1, 7)) 
 
 def has_gains(model: str) -> bool:
     """Do its residual branches have lambda and gamma? The vanilla network is the shaped one without its shaping."""
-    return model in ("shaped", "vanilla")
+    return "gains" in BLOCKS[model].parts
 
 
 def spread(values: list[float]) -> float:
@@ -131,8 +132,8 @@ def _describe_task(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _describe_recipe(settings: dict[str, Any]) -> dict[str, Any]:
     """The tuned settings that a model uses, without its learning rate."""
-    given, model = OLD_DEFAULTS | settings, settings["model"]
+    given = OLD_DEFAULTS | settings
     if given["gamma_feedforward"] is None:
         given["gamma_feedforward"] = given["gamma"]
-    parts = {"", *(("gains",) if has_gains(model) else ()), *(("shaping", given["schedule"]) if model == "shaped" else ())}
+    parts = find_parts(given["model"], given["schedule"], given["embedding_norm"])
     return {about.name: given[about.name] for about in CHOSEN if about.metadata["used_by"] in parts}

@@ -12,11 +12,14 @@ import transformers
 from shaped.hf import ShapedConfig
 from shaped.train.data.prepared import Data
 from shaped.train.run.checkpoint import writing_tensors
-from shaped.train.run.settings import Settings
+from shaped.train.run.settings import DEFAULTS, Settings, find_parts
 
 
 def build_model(settings: Settings, model: Any, vocab: int, length: int) -> Any:
     """A model of this class at initialisation: a function of the settings and their seed."""
+    parts = find_parts(settings.model, settings.schedule, settings.embedding_norm)
+    # A vanilla model has no setting for its temperature. With QK-norm it has the usual one.
+    usual = settings.qk_norm and "shaping" not in parts
     config = ShapedConfig(
         vocab_size=vocab,
         hidden_size=settings.width,
@@ -27,7 +30,12 @@ def build_model(settings: Settings, model: Any, vocab: int, length: int) -> Any:
         block=settings.model,
         gamma=settings.gamma,
         gamma_feedforward=settings.gamma_feedforward,
-        tau0=settings.tau0,
+        norm=settings.norm if "norms" in parts else DEFAULTS["norm"],
+        dyt_alpha=settings.dyt_alpha if "dyt" in parts else DEFAULTS["dyt_alpha"],
+        qk_norm=settings.qk_norm,
+        qk_gain=settings.qk_gain,
+        init=settings.init,
+        tau0=settings.width**-0.5 if usual else settings.choose_tau0(),
         c_minus=settings.c_minus,
         activation=settings.activation,
         schedule=settings.schedule,

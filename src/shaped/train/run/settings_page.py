@@ -29,7 +29,8 @@ def write_page() -> str:
     """The page as Markdown: a table by topic."""
     parts = [HEAD, *(f"- **{name}**: {about}." for name, about in AFFECTS.items()), ""]
     parts += ['"Used by" names the part of the model, or the schedule, that reads the setting; models without it ignore it.']
-    parts += ["Only `shaped` has shaping, and so a schedule; `shaped` and `vanilla` have gains, `preln` and `postln` have none."]
+    parts += ["Only `shaped` has shaping, and so a schedule; `shaped` and `vanilla` have gains, `preln`, `postln` and `dyt` have none."]
+    parts += ["`preln` and `postln` have norms; so has every model but `dyt` with `--embedding-norm`. `dyt` has DyT."]
     parts += ["Numbers must be finite in float32.", ""]
     for topic, title in TOPICS.items():
         rows = [_write_row(about) for about in fields(Settings) if about.metadata["topic"] == topic]
