@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 ROPE_BASE = 10_000.0
+POSITIONS = ("learned", "rope")  # how a model knows them: a table that is added to the embedding, or rotated queries and keys
 
 
 class Rotation(NamedTuple):
@@ -25,6 +26,14 @@ def make_rotation(positions: Int[Tensor, "batch m"], features: int, base: float 
     exponents = torch.arange(0, features, 2, device=positions.device, dtype=torch.float32) / features
     angles = positions[..., None].float() * base**-exponents
     return Rotation(angles.cos(), angles.sin())
+
+
+def check_rope(positions: str, rope_base: float, key_width: int) -> None:
+    """Refuses a base that would be ignored, and heads that cannot be rotated."""
+    if positions != "rope" and rope_base != ROPE_BASE:
+        raise ValueError(f"rope_base must be {ROPE_BASE:g}, its default, for {positions} positions, got {rope_base}")
+    if positions == "rope" and key_width % 2:
+        raise ValueError(f"heads must have an even width for rope, which rotates pairs of features, got {key_width}")
 
 
 def rotate(x: Float[Tensor, "batch heads m E"], rotation: Rotation) -> Float[Tensor, "batch heads m E"]:
