@@ -15,7 +15,9 @@ import shaped.hf
 from refusals import refused
 from shaped.figures.harness.page import NoData
 from shaped.figures.shared import runs as pages
+from shaped.files import read_json, write_sealed
 from shaped.train import glue
+from shaped.train.data import prepare as data
 from shaped.train.data.prepared import load_data
 from shaped.train.run.loop import Run
 from shaped.train.run.metrics import read_metrics
@@ -52,9 +54,10 @@ def test_resumed_it_is_bit_exact(causal: Settings, tmp_path: Path):
     assert all(torch.equal(weights(other.out)[name], value) for name, value in weights(causal.out).items())
 
 
-def test_two_processes_have_the_loss_curve_of_one(causal: Settings, tmp_path: Path):
-    """Documents of one row each, cut at other places by shifting: the processes have different numbers of labels."""
-    tiny = replace(causal, steps=18, borders="respect", log_every=2, evaluate_every=9)
+def test_two_processes_have_the_loss_curve_of_one(causal: Settings, text: Path, tmp_path: Path):
+    """Documents are longer than rows, so that only some rows have a border: the processes have different numbers of labels."""
+    data.prepare([str(text)], tmp_path / "data", vocab=80, length=LENGTH // 3, valid_share=0.1, progress=False)
+    tiny = replace(causal, data=tmp_path / "data", steps=18, borders="respect", log_every=2, evaluate_every=9)
     quiet(tiny)
     both = replace(tiny, out=tmp_path / "both")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
@@ -62,7 +65,7 @@ def test_two_processes_have_the_loss_curve_of_one(causal: Settings, tmp_path: Pa
     one, two = ([line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] for folder in (tiny.out, both.out))
     assert len(one) == 9 + 2
     assert two == pytest.approx(one, rel=1e-5)
-    assert max(one) - min(one) > 0.2
+    assert max(one) - min(one) > 0.1
 
 
 def test_a_finished_run_generates(causal: Settings):
@@ -93,13 +96,12 @@ def test_bits_a_byte_are_left_out_where_they_are_not_known(causal: Settings, tmp
     quiet(replace(short, borders="respect", out=tmp_path / "respect"))  # the first tokens of documents are not predicted
     older = tmp_path / "older"
     older.mkdir()
-    facts = json.loads((causal.data / "data.json").read_text())
-    facts = {name: value for name, value in facts.items() if name != "sha256"}
+    facts = read_json(causal.data / "data.json")
     del facts["valid"]["bytes"]
     for path in causal.data.iterdir():
         (older / path.name).symlink_to(path)
     (older / "data.json").unlink()
-    (older / "data.json").write_text(json.dumps(facts))
+    write_sealed(older / "data.json", facts)
     quiet(replace(short, data=older, out=tmp_path / "run"))
     for run in ("respect", "run"):
         (line,) = read_metrics(tmp_path / run / "metrics.jsonl", "test")
@@ -120,7 +122,8 @@ def test_pages_of_the_paper_leave_causal_runs_out(causal: Settings, tmp_path: Pa
     quiet(replace(causal, steps=4, warmup=1))
     found = read_runs([causal.out])
     assert found[0].objective == "causal"
-    assert '"objective": "causal", "borders": "ignore"' in table1([run.result for run in found if run.result])[0]["task"]
+    task = json.loads(table1([run.result for run in found if run.result])[0]["task"])
+    assert (task["objective"], task["borders"]) == ("causal", "ignore")
     with pytest.raises(NoData, match="masked language modelling"):
         pages.read_runs(pages.hash_runs((causal.out,)), "results", lambda run: True)
     masked = replace(causal, objective="masked", out=tmp_path / "runs" / "masked", steps=4, warmup=1)

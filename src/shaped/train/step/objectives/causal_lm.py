@@ -50,9 +50,9 @@ def compute_metrics(loss: float, data: Data, settings: Any) -> dict[str, float]:
 
 
 def select_inputs(batch: tuple[Tensor, ...]) -> dict[str, Any]:
-    """Positions that restart at each document: transformers keeps the documents apart then. The logits of one token are enough."""
+    """Positions that restart at each document: without a cache, transformers keeps documents apart then. One token's logits are enough."""
     _, _, _, *positions = batch
-    return {"logits_to_keep": 1} | ({"position_ids": positions[0]} if positions else {})
+    return {"logits_to_keep": 1, "use_cache": False} | ({"position_ids": positions[0]} if positions else {})
 
 
 OBJECTIVE = Objective(
