@@ -69,7 +69,9 @@ def test_all_labels_ignored_is_zero_without_nan():
 def test_it_compiles_whole():
     x, weight, labels = draw(torch.float32)
     buffer = torch.zeros_like(weight)
-    compiled = torch.compile(lambda x: sum_cross_entropy(x, weight.detach(), labels, buffer.data, 10) / 7, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda x: sum_cross_entropy(x, weight.detach(), labels, buffer.data, 10) / 7, backend="aot_eager", fullgraph=True
+    )
     expected = torch.autograd.grad(reference(x, weight, labels) / 7, (x, weight))
     found = torch.autograd.grad(compiled(x), x)
     assert (found[0] - expected[0]).abs().max() < 1e-6

@@ -161,9 +161,7 @@ class ShapedSelfAttention(nn.Module):
         del self.query, self.key, self.value
         self.qkv = qkv
 
-    def forward(
-        self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, rotation: Rotation | None = None
-    ) -> Tokens:
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, rotation: Rotation | None = None) -> Tokens:
         """`attn_mask` as in `shaped_attention`: key padding is [batch, 1, 1, m], True where a token may be attended to.
 
         `attend` replaces the attention of queries, keys and values, for example to use a cache. It gets normalised and rotated

@@ -33,7 +33,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0},
     "best": {"qk_norm": True, "lr": 1e-3, "embedding_lr": 5.0},  # the best arm of docs/race.md so far, tuned there
     "causal": {  # a model of GPT-2's size; not tuned yet
-        "objective": "causal", "positions": "rope", "batch": 16, "depth": 12, "heads": 12, "lr": 1e-3, "steps": 10_000, "warmup": 500,
+        "objective": "causal",
+        "positions": "rope",
+        "batch": 16,
+        "depth": 12,
+        "heads": 12,
+        "lr": 1e-3,
+        "steps": 10_000,
+        "warmup": 500,
         "recover_steps": 500,
     },
 }

@@ -119,7 +119,8 @@ def install_direct_embeddings(model: nn.Module, weights: dict[str, Tensor], grad
         if uses > 1 or not left or not gradients[name].is_cuda:
             del found[name]
         else:
-            module.tokens = DirectEmbedding(weights[name], gradients[name], left[0] if module.positions is None else module.positions.weight)
+            trained = left[0] if module.positions is None else module.positions.weight
+            module.tokens = DirectEmbedding(weights[name], gradients[name], trained)
     return set(found)
 
 

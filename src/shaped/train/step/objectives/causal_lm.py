@@ -55,6 +55,4 @@ def select_inputs(batch: tuple[Tensor, ...]) -> dict[str, Any]:
     return {"logits_to_keep": 1, "use_cache": False} | ({"position_ids": positions[0]} if positions else {})
 
 
-OBJECTIVE = Objective(
-    model=ShapedForCausalLM, batches=make_batches, loss=CausalLoss, metrics=compute_metrics, inputs=select_inputs
-)
+OBJECTIVE = Objective(model=ShapedForCausalLM, batches=make_batches, loss=CausalLoss, metrics=compute_metrics, inputs=select_inputs)

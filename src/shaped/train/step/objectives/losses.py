@@ -36,9 +36,7 @@ class Loss(nn.Module, ABC):
         # In a dict, so that they are not registered as submodules twice: the model has them already.
         self._run: dict[str, Any] = {"embed": run(self.embed), "head": run(self.head), "blocks": blocks}
 
-    def encode(
-        self, ids: Tensor, mask: Tensor | None = None, places: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
+    def encode(self, ids: Tensor, mask: Tensor | None = None, places: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """The last layer's tokens. With `places`, [batch, k], only those: its feed-forward branch then sees no others.
 
         `positions`, [batch, m], are 0 to m - 1 by default.
