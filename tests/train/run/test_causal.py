@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,8 +72,9 @@ def test_two_processes_have_the_loss_curve_of_one(causal: Settings, text: Path, 
 def test_a_finished_run_generates(causal: Settings):
     run = Run(replace(causal, steps=20), 0, 1, lambda line: None, False, StepperCache())
     run.finish()
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(causal.out), AutoTokenizer.from_pretrained(causal.out)
-    assert isinstance(model, shaped.hf.ShapedForCausalLM)
+    model: Any = AutoModelForCausalLM.from_pretrained(causal.out)
+    tokenizer: Any = AutoTokenizer.from_pretrained(causal.out)
+    assert type(model) is shaped.hf.ShapedForCausalLM
     assert all(torch.equal(model.state_dict()[name], value) for name, value in run.stepper.values().items())
     prompts = tokenizer(["ba be", "da"], return_tensors="pt", padding=True)
     assert [tokenizer.convert_ids_to_tokens(ids) for ids in prompts["input_ids"]] == [["[CLS]", "ba", "be"], ["[PAD]", "[CLS]", "da"]]

@@ -48,7 +48,8 @@ def build_model(settings: Settings, model: Any, data: Data) -> Any:
         embedding_std=settings.embedding_std,
         head_std=settings.head_std,
         tie_word_embeddings=settings.tied,
-        **({"bos_token_id": IDS[FIRST], "eos_token_id": IDS[END]} if model.causal else {}),  # `generate` begins and ends with them
+        bos_token_id=IDS[FIRST] if model.causal else None,  # `generate` begins and ends with them
+        eos_token_id=IDS[END] if model.causal else None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
