@@ -84,17 +84,17 @@ def make_other(size: Size, device: torch.device, name: str, mode: str) -> tuple[
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    given: dict[str, Any] = {"vocab_size": size.vocab, "attn_implementation": "sdpa", "use_cache": False}
+    given |= {"bos_token_id": 2, "eos_token_id": 3}
     model: Any
     if name == "gpt2":
-        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        sizes = {"n_embd": size.width, "n_layer": size.depth, "n_head": size.heads, "n_positions": size.length}
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=size.vocab, bos_token_id=2, eos_token_id=3, attn_implementation="sdpa", use_cache=False, **sizes, **none)
-        )
+        given |= {"n_embd": size.width, "n_layer": size.depth, "n_head": size.heads, "n_positions": size.length}
+        given |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        model = GPT2LMHeadModel(GPT2Config(**given))
     else:
-        sizes = {"hidden_size": size.width, "num_hidden_layers": size.depth, "num_attention_heads": size.heads}
-        sizes |= {"intermediate_size": 8 * size.width // 3, "max_position_embeddings": size.length}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=size.vocab, attn_implementation="sdpa", use_cache=False, **sizes))
+        given |= {"hidden_size": size.width, "num_hidden_layers": size.depth, "num_attention_heads": size.heads}
+        given |= {"intermediate_size": 8 * size.width // 3, "max_position_embeddings": size.length}
+        model = LlamaForCausalLM(LlamaConfig(**given))
     model.to(device)
     compiled: Any = torch.compile(model, dynamic=False, mode=mode) if device.type == "cuda" else model
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

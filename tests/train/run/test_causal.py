@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import shaped.hf
 from refusals import refused
 from shaped.figures.harness.page import NoData
 from shaped.figures.shared import runs as pages
@@ -74,7 +73,7 @@ def test_a_finished_run_generates(causal: Settings):
     run.finish()
     model: Any = AutoModelForCausalLM.from_pretrained(causal.out)
     tokenizer: Any = AutoTokenizer.from_pretrained(causal.out)
-    assert type(model) is shaped.hf.ShapedForCausalLM
+    assert type(model).__name__ == "ShapedForCausalLM"
     assert all(torch.equal(model.state_dict()[name], value) for name, value in run.stepper.values().items())
     prompts = tokenizer(["ba be", "da"], return_tensors="pt", padding=True)
     assert [tokenizer.convert_ids_to_tokens(ids) for ids in prompts["input_ids"]] == [["[CLS]", "ba", "be"], ["[PAD]", "[CLS]", "da"]]

@@ -32,13 +32,15 @@ WIDEST, DEEPEST = 1 << 20, 4096  # with more, tensors have more entries than mem
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0},
     "best": {"qk_norm": True, "lr": 1e-3, "embedding_lr": 5.0},  # the best arm of docs/race.md so far, tuned there
-    "causal": {  # a model of GPT-2's size; not tuned yet
+    "causal": {  # the size of GPT-2, with the recipe of "best"; not tuned yet
         "objective": "causal",
         "positions": "rope",
-        "batch": 16,
+        "qk_norm": True,
         "depth": 12,
         "heads": 12,
+        "batch": 16,
         "lr": 1e-3,
+        "embedding_lr": 5.0,
         "steps": 10_000,
         "warmup": 500,
         "recover_steps": 500,
@@ -221,7 +223,8 @@ class Settings:
         """The settings of a file. `overrides` override them, and may name a preset for what neither says."""
         given = read_toml(path) | overrides
         preset = overrides.get("preset")
-        if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # such as the settings.toml of a run, which has every setting
+        # The settings.toml of a run has every setting, but those that are left to their default of None.
+        if preset in PRESETS and {name for name in PRESETS[preset] if DEFAULTS[name] is not None} <= given.keys():
             names = ", ".join(PRESETS[preset])
             raise ValueError(
                 f"preset must change a setting, got {preset!r}, all of whose settings {path} has already, and the file prevails: "
