@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_models import DEPTH, N, config, made, tokens
+from test_models import DEPTH, HEADS, N, config, made, tokens
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GenerationConfig
 
 from refusals import refused
@@ -37,6 +37,29 @@ def test_an_arm_is_saved_and_loaded(kind, auto, arm, tmp_path):
     again = auto.from_pretrained(tmp_path)
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
     assert {name: getattr(again.config, name) for name in arm} == arm
+    assert all((layer.block.attention.qk_gains is not None) == arm.get("qk_gain", False) for layer in again.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("saved", "changes"),
+    [
+        ({"qk_norm": True}, {"qk_gain": True}),
+        ({"block": "vanilla"}, {"block": "dyt"}),
+        ({"block": "vanilla"}, {"block": "preln", "norm": "rms"}),
+    ],
+)
+def test_gains_and_norms_that_a_checkpoint_lacks_start_as_they_should(saved, changes, tmp_path):
+    made(ShapedModel, **saved).save_pretrained(tmp_path)
+    model, new = ShapedModel.from_pretrained(tmp_path, **changes), made(ShapedModel, **saved | changes)
+    added = [name for name, parameter in new.named_parameters() if parameter.ndim == 1 and ("norm" in name or "qk_gains" in name)]
+    assert len(added) in (2 * DEPTH, 2 * DEPTH + 1, 3 * (2 * DEPTH + 1))
+    assert all(torch.equal(model.get_parameter(name), new.get_parameter(name)) for name in added)
+
+
+def test_blocks_with_norms_have_the_usual_temperature_whatever_tau0_is():
+    for block in ("preln", "postln", "dyt"):
+        attention = made(ShapedModel, block=block, qk_norm=True, tau0=0.3).layers[0].block.attention
+        assert attention.scale == (N // HEADS) ** -0.5
 
 
 @pytest.mark.parametrize("arm", ["learn-qk-gain", "preln-rms-qk"])
