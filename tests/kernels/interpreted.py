@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from gain_gradients import GAINS, Shape, check_errors, find_relative_errors
 
-from shaped.kernels import attention_correction, fused_block, relu_matmul, relu_matmul_hopper, short_attention
+from shaped.kernels import attention_correction, chunked_cross_entropy, fused_block, relu_matmul, relu_matmul_hopper, short_attention
 from shaped.kernels.fused_block import Block, BlockFunction, Gains, Matrix
 from shaped.kernels.side_stream import SideStream
 
@@ -47,6 +47,20 @@ def check_short_attention(
             check_near(found, gradient, f"its gradient of {name}, with tokens of zero length, {case}")
         for name, found, gradient in zip(("gamma1", "gamma2", "gain"), terms.sum(1, keepdim=True), gradients[1:], strict=False):
             check_near(found, gradient, f"its gradient of {name}, {case}")
+
+
+def check_cross_entropy(tokens: int, vocab: int, size: float) -> None:
+    """Losses and gradients of logits of this size, with ignored labels; a vocabulary that does not fill its last block."""
+    logits = size * draw(tokens, vocab)
+    labels = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(vocab))
+    labels[::3] = chunked_cross_entropy.IGNORED
+    expected, gradient = chunked_cross_entropy.compare_logits(logits.double(), labels, True)
+    losses, found = chunked_cross_entropy.compare_in_kernel(logits.clone(), labels, True)
+    check_near(losses, expected, f"cross-entropy, vocabulary {vocab}")
+    check_near(found, gradient, f"its gradient, vocabulary {vocab}")
+    losses, kept = chunked_cross_entropy.compare_in_kernel(logits, labels, False)
+    check_near(losses, expected, f"cross-entropy without gradient, vocabulary {vocab}")
+    assert kept is logits
 
 
 def check_correction(m: int, causal: bool, transposed: bool, groups: int) -> None:
@@ -143,6 +157,11 @@ for m in (1, 70, 130):
         for transposed, groups in ((False, 1), (False, 2), (True, 1), (True, 2)):
             check_correction(m, causal, transposed, groups)
 check_relu_matmul(1180, 72, 200)
+<<<<<<< HEAD
 check_block(0.3)
+=======
+for vocab, size in ((7, 1.0), (4096, 30.0), (5000, 1e3)):
+    check_cross_entropy(5, vocab, size)
+>>>>>>> C
 check_gains()
 print("all near")

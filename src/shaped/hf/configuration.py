@@ -14,6 +14,7 @@ from shaped.nn.blocks import BLOCKS, check_init
 from shaped.nn.initialisations import INITIALISATIONS
 from shaped.nn.modules import DEEPEST, check_qk_gain
 from shaped.nn.norms import DYT_ALPHA, NORMS
+from shaped.nn.rotary import POSITIONS, ROPE_BASE, check_rope
 from shaped.nn.schedules import SCHEDULES, Recover, Schedule
 
 LARGEST_MODEL = 10**12  # weights; no machine has memory for more
@@ -23,6 +24,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "init": INITIALISATIONS,
     "schedule": SCHEDULES,
     "activation": tuple(ACTIVATIONS),
+    "positions": POSITIONS,
 }
 
 
@@ -37,6 +39,9 @@ class ShapedConfig(PreTrainedConfig):
         qk_norm, qk_gain: divide each head's queries and keys by their root mean square; multiply them by trained vectors then.
         init: how the matrices of preln, postln and dyt start: "theory", "bert" (0.02 everywhere) or "gpt2" (0.02, and residual outputs
             divided by sqrt(2 num_hidden_layers)). The last two are also the defaults of embedding_std and head_std.
+        positions: "learned" (a table of max_position_embeddings rows) or "rope" (queries and keys are rotated, after QK-norm). With rope
+            max_position_embeddings is the length that the model was trained with; longer inputs are not refused.
+        rope_base: the base of the angles of rope.
         gamma: initial gain of the residual branches; the shortcuts start at sqrt(1 - gamma²).
         gamma_feedforward: initial gain of the feed-forward branches; gamma by default.
         tau0: temperature of shaped attention, and of vanilla attention with QK-norm; hidden_size^-1/2 is the usual one.
@@ -63,6 +68,8 @@ class ShapedConfig(PreTrainedConfig):
     num_attention_heads: int = 8
     intermediate_size: int | None = None
     max_position_embeddings: int = 512
+    positions: str = "learned"
+    rope_base: float = ROPE_BASE
     block: str = "shaped"
     norm: str = "layer"
     dyt_alpha: float = DYT_ALPHA
@@ -113,6 +120,7 @@ class ShapedConfig(PreTrainedConfig):
                     positive(name, getattr(self, name))
         positive("tau0", self.tau0, SINGLE)
         positive("dyt_alpha", self.dyt_alpha, SINGLE)
+        positive("rope_base", self.rope_base, SINGLE)
         self._refuse_ignored()
         finite("c_minus", self.c_minus, SINGLE)
         ACTIVATIONS[self.activation].from_config(float(self.c_minus))  # refuses a c_minus that it would ignore
@@ -129,16 +137,18 @@ class ShapedConfig(PreTrainedConfig):
             )
         check_qk_gain(self.qk_norm, self.qk_gain)
         check_init(self.init, self.block)
+        check_rope(self.positions, self.rope_base, self.hidden_size // self.num_attention_heads)
 
     def weights(self) -> int:
         """Entries of the tables and of the blocks' matrices."""
-        tables = self.vocab_size + self.max_position_embeddings + self.type_vocab_size
+        tables = self.vocab_size + (self.positions == "learned") * self.max_position_embeddings + self.type_vocab_size
         return self.hidden_size * (tables + self.num_hidden_layers * (4 * self.hidden_size + 2 * (self.intermediate_size or 0)))
 
     def choose_table_std(self) -> float:
         """The initial standard deviation of the embeddings' entries."""
         usual = INITIALISATIONS[self.init].std
-        default = (3 if self.type_vocab_size else 2) ** -0.5 if usual is None else usual
+        tables = 1 + (self.positions == "learned") + bool(self.type_vocab_size)
+        default = tables**-0.5 if usual is None else usual
         return default if self.embedding_std is None else self.embedding_std
 
     def choose_head_std(self) -> float:

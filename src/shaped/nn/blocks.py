@@ -14,6 +14,7 @@ from shaped.checks import HUGE, in_range, whole_number
 from shaped.nn.activations import C_MINUS, ShapedActivation
 from shaped.nn.modules import DEEPEST, Attend, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain, has_gains
 from shaped.nn.norms import MakeNorm
+from shaped.nn.rotary import Rotation
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
 Some = Float[Tensor, "*batch k width"]  # k of the m tokens
@@ -54,10 +55,20 @@ class ShapedTransformerBlock(nn.Module):
         for name, start in self.start.items():
             nn.init.constant_(getattr(self, name), start)
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Some:
-        """`places`, [batch, k]: the tokens to return; all of them by default. The feed-forward branch computes no others."""
+    def forward(
+        self,
+        x: Tokens,
+        attn_mask: Tensor | None = None,
+        attend: Attend | None = None,
+        places: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Some:
+        """`places`, [batch, k]: the tokens to return; all of them by default. The feed-forward branch computes no others.
+
+        The other arguments are those of `ShapedSelfAttention`.
+        """
         # Gains may have a higher precision than the tokens; cast the sum back.
-        x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)).to(x.dtype)
+        x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend, rotation)).to(x.dtype)
         x = x if places is None else gather_tokens(x, places)
         return (self.lam_feedforward * x + self.gamma_feedforward * self.feedforward(x)).to(x.dtype)
 
@@ -81,14 +92,21 @@ class NormBlock(nn.Module):
         self.attention, self.feedforward, self.place = attention, feedforward, place
         self.norm_attention, self.norm_feedforward = (norm(attention.query.in_features) for _ in range(2))
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Some:
-        """`places` as in `ShapedTransformerBlock`."""
+    def forward(
+        self,
+        x: Tokens,
+        attn_mask: Tensor | None = None,
+        attend: Attend | None = None,
+        places: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Some:
+        """Arguments as in `ShapedTransformerBlock`."""
         if self.place == "pre":
-            x = x + self.attention(self.norm_attention(x), attn_mask, attend)
+            x = x + self.attention(self.norm_attention(x), attn_mask, attend, rotation)
             x = x if places is None else gather_tokens(x, places)
             return x + self.feedforward(self.norm_feedforward(x))
         dtype = x.dtype  # autocast computes norms in float32
-        x = x + self.attention(x, attn_mask, attend)
+        x = x + self.attention(x, attn_mask, attend, rotation)
         x = self.norm_attention(x if places is None else gather_tokens(x, places)).to(dtype)
         return self.norm_feedforward(x + self.feedforward(x)).to(dtype)
 

@@ -14,6 +14,7 @@ from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.kernels import short_attention
 from shaped.nn.activations import C_MINUS, ShapedActivation, ShapedReLU, check_activation
 from shaped.nn.functional import RMS_EPS, rms_norm, shaped_attention
+from shaped.nn.rotary import Rotation, rotate
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
 DEEPEST = 10_000  # blocks of a stack: more than anyone trains, and they still fit into memory
@@ -160,29 +161,32 @@ class ShapedSelfAttention(nn.Module):
         del self.query, self.key, self.value
         self.qkv = qkv
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, rotation: Rotation | None = None) -> Tokens:
         """`attn_mask` as in `shaped_attention`: key padding is [batch, 1, 1, m], True where a token may be attended to.
 
-        `attend` replaces the attention of queries, keys and values, for example to use a cache. It gets normalised queries and keys.
+        `attend` replaces the attention of queries, keys and values, for example to use a cache. It gets normalised and rotated
+        queries and keys. `rotation` is that of the tokens' positions, for rotary positions.
         """
         if self.qkv is None:
             features = self.query(x), self.key(x), self.value(x)
         else:
             qkv = self.qkv(x)
-            if attend is None and attn_mask is None and self.fits_short_kernel(qkv):
+            if attend is None and attn_mask is None and rotation is None and self.fits_short_kernel(qkv):
                 gamma1, gamma2 = (None, None) if self.shaping is None else self.shaping()
                 return self.output(short_attention.attention(qkv, gamma1, gamma2, self.heads, self.scale, self.qk_eps))
             features = qkv.split(self.splits, -1)
         q, k, v = (feature.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for feature in features)
-        q, k = self.transform(q, k)
+        q, k = self.transform(q, k, rotation)
         mixed = self.mix(q, k, v, attn_mask) if attend is None else attend(self, q, k, v, attn_mask)
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
-    def transform(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys between their projections and the logits: normalised, then multiplied by trained gains, if there are any."""
+    def transform(self, q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys between their projections and the logits: normalised, multiplied by trained gains, rotated, each if wanted."""
         if self.qk_eps is not None:
             q, k = rms_norm(q, self.qk_eps), rms_norm(k, self.qk_eps)
-        return (q, k) if self.qk_gains is None else self.qk_gains(q, k)
+        if self.qk_gains is not None:
+            q, k = self.qk_gains(q, k)
+        return (q, k) if rotation is None else (rotate(q, rotation), rotate(k, rotation))
 
     def fits_short_kernel(self, x: Tensor) -> bool:
         """Does `kernels.short_attention` support these tokens? It has no masks, no dropout and no gains of QK-norm, and q, k and v must

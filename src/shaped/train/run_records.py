@@ -45,6 +45,10 @@ class RunRecord:
     def kind(self) -> str:
         return name_kind(self.settings)
 
+    @property
+    def objective(self) -> str:
+        return self.settings.get("objective", "masked")  # the only one, when records did not say it
+
 
 def read_runs(places: Iterable[Path]) -> list[RunRecord]:
     """The runs in these folders, at any depth, and in these files. Equal names get their place's name as a prefix."""

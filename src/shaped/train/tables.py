@@ -34,7 +34,7 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 
 
 TASK = ("width", "heads", "batch", "mask_share")  # beside depth, steps and text, these must agree for two losses to be compared
-NAMED = ("model", "schedule", "depth", "hidden", "steps", "lr", "seed", "objective", "precision", "stream")
+NAMED = ("model", "schedule", "depth", "hidden", "steps", "lr", "seed", "objective", "borders", "precision", "stream")
 CHOSEN = tuple(about for about in fields(Settings) if about.metadata["affects"] == "result" and about.name not in (*TASK, *NAMED))
 """Settings that were tuned, beside the learning rate: those that affect the result and do not identify a task or a run.
 Precisions are left out: they only change the rounding."""
@@ -127,7 +127,7 @@ def _describe_task(settings: dict[str, Any]) -> dict[str, Any]:
     given = OLD_DEFAULTS | settings
     task = {name: given[name] for name in TASK} | {"hidden": given["hidden"] or 4 * given["width"]}
     # Claims have hashes of this text in their ids, and older ones are all of this objective.
-    return task if given["objective"] == "masked" else task | {"objective": given["objective"]}
+    return task if given["objective"] == "masked" else task | {name: given[name] for name in ("objective", "borders")}
 
 
 def _describe_recipe(settings: dict[str, Any]) -> dict[str, Any]:
@@ -135,5 +135,5 @@ def _describe_recipe(settings: dict[str, Any]) -> dict[str, Any]:
     given = OLD_DEFAULTS | settings
     if given["gamma_feedforward"] is None:
         given["gamma_feedforward"] = given["gamma"]
-    parts = find_parts(given["model"], given["schedule"], given["embedding_norm"])
+    parts = find_parts(given["model"], given["schedule"], given["embedding_norm"]) | {given["positions"]}
     return {about.name: given[about.name] for about in CHOSEN if about.metadata["used_by"] in parts}

@@ -187,7 +187,14 @@ def test_the_command_of_a_result_is_what_differs_from_the_defaults():
     assert write_command(settings) == "shaped pretrain --data data --out one --no-train-gains --lr 0.001"
 
 
-@pytest.mark.parametrize(("one", "other"), [({"gamma": 0.5}, {"gamma": 0.1}), ({"tied": True}, {"tied": True, "embedding_std": 0.2})])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"gamma": 0.5}, {"gamma": 0.1}),
+        ({"tied": True}, {"tied": True, "embedding_std": 0.2}),
+        ({"positions": "rope"}, {"positions": "rope", "rope_base": 10.0}),
+    ],
+)
 def test_runs_that_share_a_program_are_what_they_are_alone(tiny: Settings, one: dict[str, Any], other: dict[str, Any]):
     """Also in what is not trained: gains that are buffers, a tied head's scale."""
     fixed = replace(tiny, steps=10, train_gains=False, keep=0, save_model=False)

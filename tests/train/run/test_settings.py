@@ -165,7 +165,7 @@ def test_every_setting_has_a_topic_and_says_what_it_affects():
     for about in fields(Settings):
         assert about.metadata["topic"] in TOPICS
         assert about.metadata["affects"] in AFFECTS
-        assert about.metadata["used_by"] in ("", "gains", "shaping", "norms", "dyt", *SCHEDULES)
+        assert about.metadata["used_by"] in ("", "gains", "shaping", "norms", "dyt", "rope", *SCHEDULES, *OBJECTIVES)
     settings = Settings(data=Path("d"), out=Path("o"))
     parts = [settings.select_affecting(name) for name in AFFECTS]
     assert sum(map(len, parts)) == len(fields(Settings))

@@ -16,7 +16,9 @@ from shaped.nn.blocks import BLOCKS, check_init
 from shaped.nn.initialisations import INITIALISATIONS
 from shaped.nn.modules import check_qk_gain
 from shaped.nn.norms import DYT_ALPHA, NORMS
+from shaped.nn.rotary import POSITIONS, ROPE_BASE, check_rope
 from shaped.nn.schedules import SCHEDULES
+from shaped.train.data.causal import BORDERS
 from shaped.train.run.options import check, describe, option
 from shaped.train.step.attention_backends import CHOICES as ATTENTION
 from shaped.train.step.learning_rates import DECAYS, compute_learning_rate
@@ -24,11 +26,25 @@ from shaped.train.step.objectives import OBJECTIVES
 from shaped.train.step.optimisers import OPTIMISERS
 
 TAU0 = 0.01  # found without QK-norm
+MASK_SHARE = 0.15
 WIDEST, DEEPEST = 1 << 20, 4096  # with more, tensors have more entries than memory has addresses, and a model takes hours to build
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0},
     "best": {"qk_norm": True, "lr": 1e-3, "embedding_lr": 5.0},  # the best arm of docs/race.md so far, tuned there
+    "causal": {  # the size of GPT-2, with the recipe of "best"; not tuned yet
+        "objective": "causal",
+        "positions": "rope",
+        "qk_norm": True,
+        "depth": 12,
+        "heads": 12,
+        "batch": 16,
+        "lr": 1e-3,
+        "embedding_lr": 5.0,
+        "steps": 10_000,
+        "warmup": 500,
+        "recover_steps": 500,
+    },
 }
 """Settings by one name. They override the defaults; settings that are given override them."""
 
@@ -42,8 +58,13 @@ class Settings:
     objective: str = option("masked", f"What is trained. {describe(OBJECTIVES)}", topic="data", choices=tuple(OBJECTIVES))
     batch: int = option(32, "Rows of a step, over all processes.", topic="data", least=1)
     mask_share: float = option(
-        0.15, "Share of the tokens that are masked, above 0; the same number in every row, at least one.", topic="data", low=0.0, high=1.0
-    )
+        MASK_SHARE, "Share of the tokens that are masked, above 0; the same number in every row, at least one.",
+        topic="data", used_by="masked", low=0.0, high=1.0,
+    )  # fmt: skip
+    borders: str = option(
+        "ignore", "respect: a token attends only within its own document, and positions restart there; slower.",
+        topic="data", used_by="causal", choices=BORDERS,
+    )  # fmt: skip
 
     model: str = option("shaped", f"Kind of block. {describe(BLOCKS)}", topic="model", choices=tuple(BLOCKS))
     schedule: str = option(
@@ -67,6 +88,8 @@ class Settings:
     hidden: int | None = option(
         None, "Width inside the feed-forward layers; 4 times the width by default.", topic="model", least=1, most=4 * WIDEST
     )
+    positions: str = option("learned", "A table of positions, or rotated queries and keys.", topic="model", choices=POSITIONS)
+    rope_base: float = option(ROPE_BASE, "Base of the angles of rope.", topic="model", used_by="rope", low=1e-6)
     gamma: float = option(0.1, "Where the gains of the residual branches start.", topic="model", used_by="gains", low=0.0, high=1.0)
     gamma_feedforward: float | None = option(
         None, "Where the gains of the feed-forward branches start, if not at gamma.", topic="model", used_by="gains", low=0.0, high=1.0
@@ -155,6 +178,10 @@ class Settings:
         if self.width % self.heads:
             raise ValueError(f"heads must divide the width, {self.width}, got {self.heads}")
         ACTIVATIONS[self.activation].from_config(float(self.c_minus))  # refuses a c_minus that it would ignore
+        check_rope(self.positions, self.rope_base, self.width // self.heads)
+        for name, objective, default in (("mask_share", "masked", MASK_SHARE), ("borders", "causal", "ignore")):
+            if self.objective != objective and getattr(self, name) != default:
+                raise ValueError(f"{name} must be {default}, its default, for the objective {self.objective}, got {getattr(self, name)}")
         check_qk_gain(self.qk_norm, self.qk_gain)
         check_init(self.init, self.model)
         if self.tied and self.head_lr != 1.0:

@@ -11,6 +11,7 @@ from shaped.kernels.fused_block import Block, BlockFunction, Gains, Matrix
 from shaped.kernels.side_stream import SideStream
 from shaped.nn.activations import ShapedReLU
 from shaped.nn.blocks import ShapedTransformerBlock
+from shaped.nn.rotary import Rotation
 from shaped.train.step.direct_gradients import DirectLinear
 
 
@@ -19,7 +20,7 @@ class FusedBlock:
 
     Args:
         block: one of those for which `can_fuse` is True.
-        fallback: called where the kernels do not fit: with a mask, long sequences, other precisions.
+        fallback: called where the kernels do not fit: with a mask, rotary positions, long sequences, other precisions.
         side_stream: the same for all blocks.
         last: is its backward pass the last one?
     """
@@ -27,11 +28,19 @@ class FusedBlock:
     def __init__(self, block: Any, fallback: Any, side_stream: SideStream, last: bool):
         self.block, self.fallback, self.side_stream, self.last = block, fallback, side_stream, last
 
-    def __call__(self, x: Tensor, mask: Tensor | None = None, attend: None = None, places: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        attend: None = None,
+        places: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
         """Arguments as in `ShapedTransformerBlock.forward`."""
         block, attention, feedforward = self.block, self.block.attention, self.block.feedforward
-        if mask is not None or x.dtype != attention.output.weight.dtype or not attention.fits_short_kernel(x):
-            return self.fallback(x, mask, attend, places)
+        other = mask is not None or rotation is not None or x.dtype != attention.output.weight.dtype
+        if other or not attention.fits_short_kernel(x):
+            return self.fallback(x, mask, attend, places, rotation)
         gamma1, gamma2 = attention.shaping()
         gains = Gains(
             lam_attention=block.lam_attention,
