@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from shaped.nn.functional import attention_matrix, logit_bias
 from shaped.nn.random_blocks import RandomSelfAttention
 from shaped.randomness import Stream
 
-Heads = Float[Tensor, "batch groups share m width"]
+Queries = Float[Tensor, "batch groups m share width"]
+Keys = Float[Tensor, "batch groups m width"]
 
 
 def rope_frequencies(width: int, base: float = 10000.0) -> tuple[float, ...]:
@@ -72,10 +74,9 @@ class AttentionBranch(Branch):
         heads, width = whole_number("heads", self.heads), whole_number("head_width", self.head_width)
         for name in ("query", "key", "value", "output"):
             check_weights(name, getattr(self, name))
-        key_heads = whole_number("key_heads", heads if self.key_heads is None else self.key_heads)
-        if heads % key_heads:
-            raise ValueError(f"key_heads must divide the number of heads, {heads}, got {key_heads}")
-        self._set(key_heads=key_heads, scale=width**-0.5 if self.scale is None else finite("scale", self.scale))
+        if self.key_heads is not None and heads % whole_number("key_heads", self.key_heads):
+            raise ValueError(f"key_heads must divide the number of heads, {heads}, got {self.key_heads}")
+        self._set(scale=width**-0.5 if self.scale is None else finite("scale", self.scale))
         self._set(mask=check_mask(self.mask, heads))
         if self.window is not None:
             whole_number("window", self.window)
@@ -119,26 +120,25 @@ class AttentionBranch(Branch):
         L, m = factor(V).contiguous(), V.shape[-1]
         rows = tuple(weights.rows(L, n) for weights in (self.query, self.key, self.value))
         bias = self.bias(m, V)
+        bias = bias.unflatten(0, (-1, self.share)).transpose(1, 2) if bias.ndim == 3 else bias[None, :, None]
         total, entropy = L.new_zeros(L.shape), L.new_zeros(len(L))
         budget = CACHE if V.device.type == "cpu" else MEMORY
         entries = self.share * m * max(m, self.head_width)  # of the queries or the logits of a group
-        groups = self.key_heads if self.qk_norm_over == "all" else min(self.key_heads, max(1, budget // entries))
+        groups = self.groups if self.qk_norm_over == "all" else min(self.groups, max(1, budget // entries))
         few = max(1, budget // (entries * groups))
         for first in range(0, len(L), few):
             part = slice(first, first + few)
             F_q, F_k, F_v = (F[part] for F in rows)
-            for start in range(0, self.key_heads, groups):
-                count = min(groups, self.key_heads - start)
+            for start in range(0, self.groups, groups):
+                count = min(groups, self.groups - start)
                 q, k = self.queries_and_keys(F_q, F_k, count, stream)
-                B = bias.unflatten(0, (-1, self.share))[start : start + count] if bias.ndim == 3 else bias
-                A, spread = self.attention(q, k, B)
-                mixed = A @ draw_root(F_v, count, self.head_width, stream)
-                mixed = mixed.permute(0, 3, 1, 2, 4).flatten(2)  # the heads' outputs beside each other
-                total[part].baddbmm_(mixed, mixed.mT)
+                A, spread = self.attention(q, k, bias[start : start + count] if len(bias) > 1 else bias)
+                mixed = (A.flatten(2, 3) @ draw_root(F_v, count, self.head_width, stream)).unflatten(2, (m, -1)).flatten(3)
+                total[part] += (mixed @ mixed.mT).sum(1)
                 entropy[part] += spread
         return self.output.covariance(total), entropy / (self.heads * m)
 
-    def queries_and_keys(self, F_q: Rows, F_k: Rows, groups: int, stream: Stream) -> tuple[Heads, Heads]:
+    def queries_and_keys(self, F_q: Rows, F_k: Rows, groups: int, stream: Stream) -> tuple[Queries, Keys]:
         r"""Queries and keys of some groups of heads, after the norm and the rotation.
 
         With neither, only the products $q k^\top$ count. The keys are $F_k T O$ with T of Bartlett and orthonormal rows of O, and the
@@ -147,34 +147,45 @@ class AttentionBranch(Branch):
         if self.qk_norm is None and self.rope is None:
             k = draw_root(F_k, groups, self.head_width, stream)
         else:
-            k = draw_features(F_k, groups, 1, self.head_width, stream)
-        q = draw_features(F_q, groups, self.share, k.shape[-1], stream)
+            k = F_k[:, None] @ stream.normal(len(F_k), groups, F_k.shape[-1], self.head_width)
+        q = F_q[:, None] @ stream.normal(len(F_q), groups, F_q.shape[-1], self.share * k.shape[-1])
+        q, k = q.unflatten(-1, (self.share, -1)), k[:, :, :, None]
         if self.qk_norm is not None:
             q, k = (normalise_heads(x, self.qk_norm, self.qk_norm_over) for x in (q, k))
         if self.rope is not None:
-            q, k = rotate(q, self.rope), rotate(k, self.rope)
-        return q, k
+            q, k = (rotate(x, self.rope) for x in (q, k))
+        return q, k[:, :, :, 0]
 
-    def attention(self, q: Heads, k: Heads, bias: Tensor) -> tuple[Heads, Entropy]:
+    def attention(self, q: Queries, k: Keys, bias: Tensor) -> tuple[Queries, Entropy]:
         """A of each head, and the sum of the entropies of all rows of the softmax."""
-        logits = (q @ k.mT).mul_(self.scale)
+        logits = (q.flatten(2, 3) @ k.mT).mul_(self.scale)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        logits = logits.unflatten(2, q.shape[2:4])
         P = torch.softmax(logits + bias, -1)
-        entropy = torch.special.entr(P).sum((1, 2, 3, 4))
-        return (P if self.gamma1 == self.gamma2 == 0.0 else attention_matrix(logits, bias, self.gamma1, self.gamma2)), entropy
+        logarithm = (P + torch.finfo(P.dtype).tiny).log_()
+        entropy = -torch.linalg.vecdot(P.flatten(1), logarithm.flatten(1))
+        if self.gamma1 == self.gamma2 == 0.0:
+            return P, entropy
+        heads_first = (logits.transpose(2, 3), bias.transpose(-3, -2))
+        return attention_matrix(*heads_first, self.gamma1, self.gamma2).transpose(2, 3), entropy
+
+    @property
+    def groups(self) -> int:
+        """Heads of the keys and values."""
+        return self.heads if self.key_heads is None else self.key_heads
 
     @property
     def share(self) -> int:
         """Heads that share their keys and values."""
-        return self.heads // self.key_heads
+        return self.heads // self.groups
 
     def module(self, n: int, **draw: Any) -> nn.Module:
         pairs = ((weights.std, weights.bias) for weights in (self.query, self.key, self.value, self.output))
         return RandomSelfAttention(
             n,
             self.heads,
-            self.key_heads,
+            self.groups,
             self.head_width,
             *pairs,
             scale=self.scale,
@@ -189,37 +200,38 @@ class AttentionBranch(Branch):
         )
 
 
-def draw_features(F: Rows, groups: int, share: int, width: int, stream: Stream) -> Heads:
-    """F Z for each head, Z of `width` columns of normals."""
-    Z = stream.normal(len(F), F.shape[-1], groups * share * width)
-    return (F @ Z).unflatten(-1, (groups, share, width)).permute(0, 2, 3, 1, 4)
-
-
-def draw_root(F: Rows, groups: int, width: int, stream: Stream) -> Heads:
+def draw_root(F: Rows, groups: int, width: int, stream: Stream) -> Keys:
     """A root of the Gram matrix of `width` features F Z, for each group: F T, T of Bartlett, with no more features than F has columns."""
     T = stream.bartlett(F.new_empty(groups * len(F), 1, 1), F.shape[-1], width)
-    return F[:, None, None] @ T.reshape(groups, len(F), *T.shape[1:]).transpose(0, 1)[:, :, None]
+    return F[:, None] @ T.reshape(groups, len(F), *T.shape[1:]).transpose(0, 1)
 
 
-def normalise_heads(x: Heads, norm: Norm, over: str) -> Heads:
+def normalise_heads(x: Queries, norm: Norm, over: str) -> Queries:
     """The norm of each head's features, or of those of all heads at once."""
     if over == "head":
         return norm.apply(x)
-    batch, groups, share, m, width = x.shape
-    whole = norm.apply(x.permute(0, 3, 1, 2, 4).reshape(batch, m, -1))
-    return whole.reshape(batch, m, groups, share, width).permute(0, 2, 3, 1, 4)
+    whole = x.transpose(1, 2)
+    return norm.apply(whole.flatten(2)).view(whole.shape).transpose(1, 2)
 
 
-def rotate(x: Heads, frequencies: Sequence[float]) -> Heads:
-    r"""Rotary positions (Su et al. 2021): pair i of the features of token $\alpha$ is turned by the angle $\alpha\theta_i$.
+def rotate(x: Queries, frequencies: tuple[float, ...]) -> Queries:
+    r"""Rotary positions (Su et al. 2021), in place: pair i of the features of token $\alpha$ is turned by the angle $\alpha\theta_i$.
 
     The features are iid, so it does not matter which of them are a pair. Features beyond the pairs stay as they are.
     """
-    m, pairs = x.shape[-2], len(frequencies)
-    angles = torch.arange(m, dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
-    cos, sin = angles.cos().to(x), angles.sin().to(x)
-    one, other, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-    return torch.cat([one * cos - other * sin, one * sin + other * cos, rest], -1)
+    cos, sin = (part.to(x) for part in cos_and_sin(x.shape[2], frequencies))
+    one, other = x[..., : len(frequencies)], x[..., len(frequencies) : 2 * len(frequencies)]
+    across = one * sin
+    one.mul_(cos).addcmul_(other, sin, value=-1.0)
+    other.mul_(cos).add_(across)
+    return x
+
+
+@lru_cache(maxsize=8)
+def cos_and_sin(m: int, frequencies: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Of the angles by which m tokens are rotated, [m, 1, pairs]."""
+    angles = torch.arange(m, dtype=torch.float64)[:, None, None] * torch.tensor(frequencies, dtype=torch.float64)
+    return angles.cos(), angles.sin()
 
 
 def check_rope(rope: object, width: int) -> tuple[float, ...]:

@@ -104,16 +104,15 @@ class FeedForwardBranch(Branch):
         batch, m, k = F.shape
         K, phi = F.new_zeros(batch, m, m), self.function
         budget = CACHE if F.device.type == "cpu" else MEMORY
-        width = min(self.hidden, max(64, budget // (m * (1 + self.gated))))
-        few = max(1, budget // (m * width * (1 + self.gated)))
+        width = min(self.hidden, max(1, budget // m))
+        few = max(1, budget // (m * width))
         for first in range(0, batch, few):
             part = F[first : first + few]
             for start in range(0, self.hidden, width):
-                wide = min(width, self.hidden - start)
-                drawn = part @ stream.normal(len(part), k, (1 + self.gated) * wide)
-                H = phi(drawn[..., :wide])
+                shape = (len(part), k, min(width, self.hidden - start))
+                H = phi(part @ stream.normal(*shape))
                 if self.gated:
-                    H.mul_(drawn[..., wide:])
+                    H.mul_(part @ stream.normal(*shape))
                 K[first : first + few].baddbmm_(H, H.mT)
         return K
 
