@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -28,7 +27,7 @@ def rope_frequencies(width: int, base: float = 10000.0) -> tuple[float, ...]:
     r"""$\theta_i = \text{base}^{-2i/\text{width}}$, the frequencies that rotate `width` features of a head (Su et al. 2021)."""
     width, base = whole_number("width", width, least=2), positive("base", base)
     if width % 2:
-        raise ValueError(f"width must be even, since features are rotated in pairs, got {width}")
+        raise ValueError(f"width must be even, as features are rotated in pairs, got {width}")
     return tuple(base ** (-i / width) for i in range(0, width, 2))
 
 
@@ -48,7 +47,7 @@ class AttentionBranch(Branch):
         softcap: c of $c\tanh(\text{logits}/c)$, before the bias is added (Gemma 2).
         qk_norm: norm of queries and keys, before the rotation.
         qk_norm_over: "head" (the features of one head: Qwen3) or "all" (of all heads at once: OLMo 2).
-        rope: a base, or a sequence of frequencies, one for each pair of features. Fewer than head_width/2 frequencies leave the other
+        rope: a base, or the frequencies, one for each pair of features. Fewer than head_width/2 frequencies leave the other
             features as they are, as GPT-NeoX does: `rope=rope_frequencies(head_width // 4)`.
         gamma1, gamma2: the shaping; 0 is plain attention.
     """
@@ -66,7 +65,7 @@ class AttentionBranch(Branch):
     softcap: float | None = None
     qk_norm: Norm | None = None
     qk_norm_over: str = "head"
-    rope: float | Sequence[float] | None = None
+    rope: float | tuple[float, ...] | None = None
     gamma1: float = 0.0
     gamma2: float = 0.0
 
@@ -153,7 +152,7 @@ class AttentionBranch(Branch):
         if self.qk_norm is not None:
             q, k = (normalise_heads(x, self.qk_norm, self.qk_norm_over) for x in (q, k))
         if self.rope is not None:
-            q, k = (rotate(x, self.rope) for x in (q, k))
+            q, k = (rotate(x, self.frequencies) for x in (q, k))
         return q, k[:, :, :, 0]
 
     def attention(self, q: Queries, k: Keys, bias: Tensor) -> tuple[Queries, Entropy]:
@@ -162,8 +161,9 @@ class AttentionBranch(Branch):
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         logits = logits.unflatten(2, q.shape[2:4])
-        P = torch.softmax(logits + bias, -1)
-        logarithm = (P + torch.finfo(P.dtype).tiny).log_()
+        logarithm = torch.log_softmax(logits + bias, -1)
+        P = logarithm.exp()
+        logarithm.clamp_(min=-1e4)  # not -inf, which times 0 would be nan
         entropy = -torch.linalg.vecdot(P.flatten(1), logarithm.flatten(1))
         if self.gamma1 == self.gamma2 == 0.0:
             return P, entropy
@@ -180,6 +180,12 @@ class AttentionBranch(Branch):
         """Heads that share their keys and values."""
         return self.heads // self.groups
 
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """By which pairs of features are rotated."""
+        assert self.rope is not None
+        return self.rope if isinstance(self.rope, tuple) else rope_frequencies(self.head_width, self.rope)
+
     def module(self, n: int, **draw: Any) -> nn.Module:
         pairs = ((weights.std, weights.bias) for weights in (self.query, self.key, self.value, self.output))
         return RandomSelfAttention(
@@ -194,7 +200,7 @@ class AttentionBranch(Branch):
             softcap=self.softcap,
             qk_norm=None if self.qk_norm is None else self.qk_norm.module,
             qk_norm_over=self.qk_norm_over,
-            rope=self.rope,
+            rope=None if self.rope is None else self.frequencies,
             gammas=(self.gamma1, self.gamma2),
             **draw,
         )
@@ -234,14 +240,15 @@ def cos_and_sin(m: int, frequencies: tuple[float, ...]) -> tuple[Tensor, Tensor]
     return angles.cos(), angles.sin()
 
 
-def check_rope(rope: object, width: int) -> tuple[float, ...]:
-    """The frequencies of a head of this width."""
-    if isinstance(rope, int | float):
-        return rope_frequencies(width, rope)
+def check_rope(rope: Any, width: int) -> float | tuple[float, ...]:
+    """A base, or the frequencies as a tuple."""
+    if isinstance(rope, int | float) and not isinstance(rope, bool):
+        rope_frequencies(width, rope)
+        return float(rope)
     try:
-        frequencies = tuple(finite("rope", theta) for theta in rope)  # pyright: ignore[reportGeneralTypeIssues]
+        frequencies = tuple(finite("rope", theta) for theta in rope)
     except TypeError:
-        raise ValueError(f"rope must be a base or a sequence of frequencies, got {rope!r}") from None
+        raise ValueError(f"rope must be a base or the frequencies of pairs of features, got {rope!r}") from None
     if not 1 <= len(frequencies) <= width // 2:
         raise ValueError(f"rope must have 1 to head_width/2 = {width // 2} frequencies, got {len(frequencies)}")
     return frequencies
