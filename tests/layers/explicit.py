@@ -1,5 +1,11 @@
-"""Many networks with explicit weights at once, and the blocks of Transformers in use that are compared with them."""
+"""Many networks with explicit weights at once, and the blocks of Transformers in use that are compared with them.
 
+    PYTHONPATH=tests/layers python tests/layers/explicit.py --networks 200000
+
+compares every block's law with that many networks. The tests take fewer.
+"""
+
+import argparse
 import warnings
 from typing import Any
 
@@ -14,7 +20,7 @@ from shaped.layers.base import Sizes
 from shaped.nn.random_blocks import RandomBlock, RandomSelfAttention
 from shaped.randomness import Stream
 from shaped.testing.law import draw_tokens
-from shaped.testing.stats import generator, random_covariance, seed
+from shaped.testing.stats import assert_same_moments, generator, random_covariance, seed
 
 M, N = 3, 16
 V0 = random_covariance(M, 50)
@@ -111,3 +117,18 @@ def draw_law(layer: shaped.Layer, path: str, samples: int, number: int, d: int =
 def join(V: Tensor, entropy: Tensor) -> Tensor:
     """The upper triangle of V and the entropy of attention, beside each other, [network, p + 1]; without attention V alone."""
     return torch.cat([vech(V), entropy[:, None]], 1) if entropy.any() else vech(V)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", type=int, default=200_000)
+    networks = parser.parse_args().networks
+    for name, layer in BLOCKS.items():
+        explicit = torch.cat([draw_explicit(layer, 10_000, 1000 + part) for part in range(networks // 10_000)])
+        for path in ("tokens",) if layer.needs_tokens else ("tokens", "gram"):
+            assert_same_moments(draw_law(layer, path, len(explicit), 52), explicit)
+        print(f"{name}: {len(explicit)} networks, the same moments")
+
+
+if __name__ == "__main__":
+    main()
