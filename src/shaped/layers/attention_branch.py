@@ -171,6 +171,10 @@ class AttentionBranch(Branch):
         return attention_matrix(*heads_first, self.gamma1, self.gamma2).transpose(2, 3), entropy
 
     @property
+    def features(self) -> int:
+        return self.heads * self.head_width
+
+    @property
     def groups(self) -> int:
         """Heads of the keys and values."""
         return self.heads if self.key_heads is None else self.key_heads
