@@ -118,42 +118,46 @@ class AttentionBranch(Branch):
         """
         L, m = factor(V).contiguous(), V.shape[-1]
         rows = tuple(weights.rows(L, n) for weights in (self.query, self.key, self.value))
-        bias = self.bias(m, V)
-        bias = bias.unflatten(0, (-1, self.share)).transpose(1, 2) if bias.ndim == 3 else bias[None, :, None]
+        bias = self.bias(m, V).expand(self.heads, m, m).unflatten(0, (self.groups, self.share)).transpose(1, 2)
         total, entropy = L.new_zeros(L.shape), L.new_zeros(len(L))
-        budget = CACHE if V.device.type == "cpu" else MEMORY
-        entries = self.share * m * max(m, self.head_width)  # of the queries or the logits of a group
-        groups = self.groups if self.qk_norm_over == "all" else min(self.groups, max(1, budget // entries))
-        few = max(1, budget // (entries * groups))
+        few, groups, share = self.split(m, V.device)
         for first in range(0, len(L), few):
             part = slice(first, first + few)
             F_q, F_k, F_v = (F[part] for F in rows)
             for start in range(0, self.groups, groups):
-                count = min(groups, self.groups - start)
-                q, k = self.queries_and_keys(F_q, F_k, count, stream)
-                A, spread = self.attention(q, k, bias[start : start + count] if len(bias) > 1 else bias)
-                mixed = (A.flatten(2, 3) @ draw_root(F_v, count, self.head_width, stream)).unflatten(2, (m, -1)).flatten(3)
-                total[part] += (mixed @ mixed.mT).sum(1)
-                entropy[part] += spread
+                B = bias[start : start + groups]
+                k, v = self.keys(F_k, len(B), stream), draw_root(F_v, len(B), self.head_width, stream)
+                for head in range(0, self.share, share):
+                    near = B[:, :, head : head + share]
+                    A, spread = self.attention(self.queries(F_q, len(B), near.shape[2], k.shape[-1], stream), k, near)
+                    mixed = (A.flatten(2, 3) @ v).unflatten(2, (m, -1)).flatten(3)
+                    total[part] += (mixed @ mixed.mT).sum(1)
+                    entropy[part] += spread
         return self.output.covariance(total), entropy / (self.heads * m)
 
-    def queries_and_keys(self, F_q: Rows, F_k: Rows, groups: int, stream: Stream) -> tuple[Queries, Keys]:
-        r"""Queries and keys of some groups of heads, after the norm and the rotation.
+    def split(self, m: int, device: torch.device) -> tuple[int, int, int]:
+        """How many samples, groups of heads, and heads of a group are drawn at once, so that their queries and logits stay in the cache."""
+        heads = max(1, (CACHE if device.type == "cpu" else MEMORY) // (m * max(m, self.head_width)))
+        if self.qk_norm_over == "all":
+            return max(1, heads // self.heads), self.groups, self.share
+        return max(1, heads // self.heads), min(self.groups, max(1, heads // self.share)), min(self.share, heads)
 
-        With neither, only the products $q k^\top$ count. The keys are $F_k T O$ with T of Bartlett and orthonormal rows of O, and the
-        queries $F_q Z$ meet them only through $Z O^\top$, which is normal: $F_k T$ and $F_q Z O^\top$ have as few features as T.
+    def keys(self, F: Rows, groups: int, stream: Stream) -> Keys:
+        r"""Keys of some groups of heads, after the norm and the rotation.
+
+        With neither, only the products $q k^\top$ count. The keys are $F T O$ with T of Bartlett and orthonormal rows of O, and queries
+        $F_q Z$ meet them only through $Z O^\top$, which is normal. Then F T stands for the keys, and queries of as few features are enough.
         """
         if self.qk_norm is None and self.rope is None:
-            k = draw_root(F_k, groups, self.head_width, stream)
-        else:
-            k = F_k[:, None] @ stream.normal(len(F_k), groups, F_k.shape[-1], self.head_width)
-        q = F_q[:, None] @ stream.normal(len(F_q), groups, F_q.shape[-1], self.share * k.shape[-1])
-        q, k = q.unflatten(-1, (self.share, -1)), k[:, :, :, None]
+            return draw_root(F, groups, self.head_width, stream)
+        return self.queries(F, groups, 1, self.head_width, stream)[:, :, :, 0]
+
+    def queries(self, F: Rows, groups: int, share: int, width: int, stream: Stream) -> Queries:
+        """Queries of some heads, after the norm and the rotation."""
+        q = (F[:, None] @ stream.normal(len(F), groups, F.shape[-1], share * width)).unflatten(-1, (share, width))
         if self.qk_norm is not None:
-            q, k = (normalise_heads(x, self.qk_norm, self.qk_norm_over) for x in (q, k))
-        if self.rope is not None:
-            q, k = (rotate(x, self.frequencies) for x in (q, k))
-        return q, k[:, :, :, 0]
+            q = normalise_heads(q, self.qk_norm, self.qk_norm_over)
+        return q if self.rope is None else rotate(q, self.frequencies)
 
     def attention(self, q: Queries, k: Keys, bias: Tensor) -> tuple[Queries, Entropy]:
         """A of each head, and the sum of the entropies of all rows of the softmax."""
