@@ -35,6 +35,9 @@ class GramSteps(engine.PointProcess):
     def is_capturable(self, V0: Float[Tensor, "batch m m"]) -> bool:
         return not is_for_blas(V0)  # else `factor` reads back whether tokens coincide
 
+    def count_entries(self, m: int) -> int:
+        return self.layer.count_entries(m)
+
 
 @dataclass(frozen=True, eq=False)
 class TokenSteps(engine.Process[Tensor]):
@@ -67,7 +70,7 @@ class TokenSteps(engine.Process[Tensor]):
         return not is_for_blas(V0)  # else `factor` reads back whether tokens coincide
 
     def count_entries(self, m: int) -> int:
-        return m * self.sizes.n
+        return max(m * self.sizes.n, self.layer.count_entries(m))
 
 
 def propagate(

@@ -157,11 +157,8 @@ for m in (1, 70, 130):
         for transposed, groups in ((False, 1), (False, 2), (True, 1), (True, 2)):
             check_correction(m, causal, transposed, groups)
 check_relu_matmul(1180, 72, 200)
-<<<<<<< HEAD
 check_block(0.3)
-=======
 for vocab, size in ((7, 1.0), (4096, 30.0), (5000, 1e3)):
     check_cross_entropy(5, vocab, size)
->>>>>>> C
 check_gains()
 print("all near")
