@@ -38,6 +38,16 @@ def correlation(V: Matrix) -> Matrix:
     return rho
 
 
+def effective_rank(V: Matrix) -> Float[Tensor, "*batch"]:
+    r"""$\exp(-\sum_i p_i \log p_i)$ with $p_i$ the eigenvalues of V divided by their sum (Roy and Vetterli, 2007): from 1, where all tokens
+    are parallel, to m, where they are orthogonal and of equal length."""
+    V = as_tensor("V", V)
+    check_square(V, "V")
+    values = torch.linalg.eigvalsh(V).clamp(min=0.0)
+    shares = values / values.sum(-1, keepdim=True)
+    return torch.special.entr(shares).sum(-1).exp()
+
+
 def equicorrelated(
     m: int,
     rho: float,
