@@ -138,19 +138,13 @@ class ResidualLayer(Layer):
         return torch.cat([F @ stream.matrices(X, F.shape[-1], width) for F in slices], -1)
 
     def advance_gram(self, point: Point, sizes: Sizes, stream: Stream) -> Point:
-        r"""$V' = R R^\top + \frac{\gamma^2}{n} (F T)(F T)^\top$, $R = \lambda L + \gamma F G/\sqrt{n}$, T of Bartlett for n - m degrees.
-
-        With $X = \sqrt{n} L O$, where O has orthonormal rows, $f(X) = F Z$ meets X only through $G = Z O^\top$; the rest of Z is
-        orthogonal to X and enters by its Gram matrix, which is Wishart.
-        """
+        r"""$V' = R R^\top + \frac{\gamma^2}{n} (F T)(F T)^\top$, $R = \lambda L + \gamma F G/\sqrt{n}$ (`split_update`)."""
         L = point.L
         (F,) = self.branch(L, sizes, stream)
-        m, k = F.shape[-2:]
-        G = stream.matrices(L, k, m).mul_(self.gamma / math.sqrt(sizes.n))
-        beside = product(F, G).add_(L, alpha=self.shortcut)
+        beside, across = split_update(F, L, sizes.n, stream, self.gamma)
+        beside.add_(L, alpha=self.shortcut)
         V = product(beside, beside.mT)
-        if sizes.n > m:
-            across = product(F, stream.bartlett(L, k, sizes.n - m))
+        if across is not None:
             V = V.add_(product(across, across.mT), alpha=self.gamma**2 / sizes.n)
         return Point(matrix=V)
 
@@ -161,6 +155,17 @@ class ResidualLayer(Layer):
             raise NoLimit(
                 f"{self!r} has no limit: lam² + gamma² = {total:.4g} is not 1, so each layer multiplies V by about that, an update of O(1)"
             )
+
+
+def split_update(F: Factor, L: Factor, n: int, stream: Stream, gamma: float = 1.0) -> tuple[Factor, Factor | None]:
+    r"""F Z, Z of n columns, along X and across X: $\gamma F G/\sqrt{n}$, and F T, T of Bartlett for n - m degrees (None for n = m).
+
+    With $X = \sqrt{n} L O$, where O has orthonormal rows, F Z meets X only through $G = Z O^\top$; the rest of Z is orthogonal to X and
+    enters by its Gram matrix, which is Wishart.
+    """
+    m, k = F.shape[-2:]
+    G = stream.matrices(L, k, m).mul_(gamma / math.sqrt(n))
+    return product(F, G), product(F, stream.bartlett(L, k, n - m)) if n > m else None
 
 
 class Chain(Layer):

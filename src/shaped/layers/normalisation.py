@@ -1,4 +1,4 @@
-"""LayerNorm around a residual layer: before its branch (Pre-LN) or on its result (Post-LN). They have no limit here."""
+"""Norms, and LayerNorm around a residual layer: before its branch (Pre-LN) or on its result (Post-LN). They have no limit here."""
 
 from __future__ import annotations
 
@@ -7,14 +7,113 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shaped.covariance import Point
+from shaped.checks import finite, in_range
+from shaped.covariance import Matrix, Point
 from shaped.layers.base import Layer, NoLimit, ResidualLayer, Sizes, Tokens
 from shaped.layers.terms import Term
 from shaped.nn.functional import layer_norm
 from shaped.nn.networks import Residual
+from shaped.nn.random_blocks import RandomNorm
 from shaped.randomness import Stream
+
+KINDS = ("layer", "rms", "dyt")
+
+
+@dataclass(frozen=True)
+class Norm:
+    r"""A norm of each token, with one gain for all features.
+
+    Args:
+        kind: "layer" (LayerNorm), "rms" (RMSNorm) or "dyt", $g \tanh(\alpha x)$ (Zhu et al. 2025, "Transformers without Normalization").
+        eps: is added to the variance or the mean square. DyT has none.
+        gain: g.
+        alpha: of DyT, and only of DyT.
+    """
+
+    kind: str
+    eps: float | None = None
+    gain: float = 1.0
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
+        idle, used = ("eps", "alpha") if self.kind == "dyt" else ("alpha", "eps")
+        if getattr(self, idle) is not None:
+            raise ValueError(f"{idle} must be left out for {self.kind!r}, which has none, got {getattr(self, idle)!r}")
+        if getattr(self, used) is None:
+            object.__setattr__(self, used, {"eps": 1e-5, "alpha": 0.5}[used])
+        in_range(used, getattr(self, used), 0.0, 1e18)
+        finite("gain", self.gain, 1e18)
+
+    def apply(self, X: Tensor) -> Tensor:
+        """The norm over the last dimension."""
+        if self.alpha is not None:
+            return (X * self.alpha).tanh_().mul_(self.gain)
+        if self.kind == "layer":
+            X = X - X.mean(-1, keepdim=True)
+        return X * self.scales(X.square().mean(-1, keepdim=True))
+
+    def scales(self, square: Tensor) -> Tensor:
+        """What RMSNorm multiplies tokens of these mean squares by."""
+        assert self.eps is not None
+        return self.gain * (square + self.eps).rsqrt()
+
+    def rescale(self, V: Matrix) -> Matrix:
+        """The covariance of RMSNorm's tokens, from that of the tokens."""
+        scales = self.scales(V.diagonal(dim1=-2, dim2=-1))
+        return V * scales[..., :, None] * scales[..., None, :]
+
+    @property
+    def needs_features(self) -> bool:
+        """RMSNorm sees only a token's length. The others see its single features."""
+        return self.kind != "rms"
+
+    def module(self, width: int, dtype: torch.dtype | None = None) -> nn.Module:
+        return RandomNorm(self.kind, width, self.eps, self.gain, self.alpha, dtype)
+
+
+def check_norm(name: str, norm: object) -> None:
+    if norm is not None and not isinstance(norm, Norm):
+        raise ValueError(f"{name} must be None or a norm, such as Norm('rms'), got {norm!r}")
+
+
+@dataclass(frozen=True)
+class Normalise(Layer):
+    """A norm by itself: on the embedding, or at the end."""
+
+    norm: Norm
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.norm, Norm):
+            raise ValueError(f"norm must be a norm, such as Norm('rms'), got {self.norm!r}")
+
+    def limit(self) -> tuple[Term, ...]:
+        raise NoLimit(f"{self!r} has no limit: it brings every token to the same length, whatever V was: an update of O(1)")
+
+    @property
+    def needs_tokens(self) -> bool:
+        return self.norm.needs_features
+
+    def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream) -> Tokens:
+        return self.norm.apply(X)
+
+    def advance_gram(self, point: Point, sizes: Sizes, stream: Stream) -> Point:
+        refuse_gram(self)
+        return Point(matrix=self.norm.rescale(point.V))
+
+    def module(
+        self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        return self.norm.module(Sizes(n, n_k).n, dtype)
+
+
+def refuse_gram(layer: Layer) -> None:
+    """Raises a ValueError for a layer that the covariance alone cannot advance."""
+    if layer.needs_tokens:
+        raise ValueError(f"path must be 'tokens' for {layer!r}, which looks at single features")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,247 @@
+"""Softmax attention of Transformers in use: grouped heads, rotary positions, QK-norm, soft caps, sliding windows, biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from shaped.checks import finite, in_range, positive, whole_number
+from shaped.covariance import factor
+from shaped.layers.branches import CACHE, MEMORY, Branch, Covariance, Entropy, Rows, Weights, check_weights
+from shaped.layers.masks import Mask, check_mask, describe_mask
+from shaped.layers.normalisation import Norm, check_norm
+from shaped.nn.functional import attention_matrix, logit_bias
+from shaped.nn.random_blocks import RandomSelfAttention
+from shaped.randomness import Stream
+
+Queries = Float[Tensor, "batch groups m share width"]
+Keys = Float[Tensor, "batch groups m width"]
+
+
+def rope_frequencies(width: int, base: float = 10000.0) -> tuple[float, ...]:
+    r"""$\theta_i = \text{base}^{-2i/\text{width}}$, the frequencies that rotate `width` features of a head (Su et al. 2021)."""
+    width, base = whole_number("width", width, least=2), positive("base", base)
+    if width % 2:
+        raise ValueError(f"width must be even, since features are rotated in pairs, got {width}")
+    return tuple(base ** (-i / width) for i in range(0, width, 2))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBranch(Branch):
+    r"""$f(Y) = [A_h (Y W^V_{g(h)} + b^V)]_h W^O + b^O$, where head h has the keys and values of its group g(h) = h // (heads/key_heads).
+
+    $A = \text{softmax}(\text{scale}\cdot q k^\top + B)$, plus $\gamma_1 I - \gamma_2\,\text{softmax}(B)$ if shaped.
+
+    Args:
+        heads, head_width: their product need not be the width of the stream.
+        query, key, value, output: the weights.
+        key_heads: number of heads of the keys and values; by default `heads`. 1 is multi-query attention.
+        scale: factor of the logits; by default $1/\sqrt{\text{head_width}}$.
+        mask: None, "causal", or a bias on the logits, [m, m] or [heads, m, m], as in `ShapedAttention`.
+        window: with the causal mask, a token sees only the last `window` tokens, itself among them.
+        softcap: c of $c\tanh(\text{logits}/c)$, before the bias is added (Gemma 2).
+        qk_norm: norm of queries and keys, before the rotation.
+        qk_norm_over: "head" (the features of one head: Qwen3) or "all" (of all heads at once: OLMo 2).
+        rope: a base, or a sequence of frequencies, one for each pair of features. Fewer than head_width/2 frequencies leave the other
+            features as they are, as GPT-NeoX does: `rope=rope_frequencies(head_width // 4)`.
+        gamma1, gamma2: the shaping; 0 is plain attention.
+    """
+
+    heads: int
+    head_width: int
+    query: Weights
+    key: Weights
+    value: Weights
+    output: Weights
+    key_heads: int | None = None
+    scale: float | None = None
+    mask: Mask = None
+    window: int | None = None
+    softcap: float | None = None
+    qk_norm: Norm | None = None
+    qk_norm_over: str = "head"
+    rope: float | Sequence[float] | None = None
+    gamma1: float = 0.0
+    gamma2: float = 0.0
+
+    def __post_init__(self) -> None:
+        heads, width = whole_number("heads", self.heads), whole_number("head_width", self.head_width)
+        for name in ("query", "key", "value", "output"):
+            check_weights(name, getattr(self, name))
+        if self.key_heads is not None and heads % whole_number("key_heads", self.key_heads):
+            raise ValueError(f"key_heads must divide the number of heads, {heads}, got {self.key_heads}")
+        self._set(scale=width**-0.5 if self.scale is None else finite("scale", self.scale))
+        self._set(mask=check_mask(self.mask, heads))
+        if self.window is not None:
+            whole_number("window", self.window)
+            if not isinstance(self.mask, str):
+                raise ValueError(f"window must be None unless mask is 'causal', got {self.window} (write it into the mask, [m, m])")
+        if self.softcap is not None:
+            positive("softcap", self.softcap)
+        check_norm("qk_norm", self.qk_norm)
+        if self.qk_norm_over not in ("head", "all"):
+            raise ValueError(f"qk_norm_over must be 'head' or 'all', got {self.qk_norm_over!r}")
+        if self.qk_norm is None and self.qk_norm_over != "head":
+            raise ValueError(f"qk_norm_over must be left out without qk_norm, got {self.qk_norm_over!r}")
+        if self.rope is not None:
+            self._set(rope=check_rope(self.rope, width))
+        for name in ("gamma1", "gamma2"):
+            in_range(name, getattr(self, name), -1e18, 1e18)
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        """The arguments that are not the defaults, on one line."""
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self) if getattr(self, entry.name) is not entry.default}
+        texts = (f"{name}={describe_mask(value) if name == 'mask' else repr(value)}" for name, value in given.items())
+        return f"AttentionBranch({', '.join(texts)})"
+
+    def bias(self, m: int, like: Tensor) -> Float[Tensor, "*heads m m"]:
+        """B with the sliding window: -inf for keys that are `window` or more tokens back."""
+        B = logit_bias(self.mask, m, like)
+        if self.window is None:
+            return B
+        place = torch.arange(m, device=like.device)
+        return B.masked_fill(place[:, None] - place >= self.window, -torch.inf)
+
+    def covariance(self, V: Covariance, n: int, stream: Stream) -> tuple[Covariance, Entropy]:
+        r"""The covariance is $\sigma_O^2 \sum_h A_h v_g v_g^\top A_h^\top + \sigma_{b}^2 11^\top$, where $v_g$ are the values of a group.
+
+        A few samples and groups of heads are drawn at a time, so that they stay in the cache.
+        """
+        L, m = factor(V).contiguous(), V.shape[-1]
+        rows = tuple(weights.rows(L, n) for weights in (self.query, self.key, self.value))
+        bias = self.bias(m, V)
+        bias = bias.unflatten(0, (-1, self.share)).transpose(1, 2) if bias.ndim == 3 else bias[None, :, None]
+        total, entropy = L.new_zeros(L.shape), L.new_zeros(len(L))
+        budget = CACHE if V.device.type == "cpu" else MEMORY
+        entries = self.share * m * max(m, self.head_width)  # of the queries or the logits of a group
+        groups = self.groups if self.qk_norm_over == "all" else min(self.groups, max(1, budget // entries))
+        few = max(1, budget // (entries * groups))
+        for first in range(0, len(L), few):
+            part = slice(first, first + few)
+            F_q, F_k, F_v = (F[part] for F in rows)
+            for start in range(0, self.groups, groups):
+                count = min(groups, self.groups - start)
+                q, k = self.queries_and_keys(F_q, F_k, count, stream)
+                A, spread = self.attention(q, k, bias[start : start + count] if len(bias) > 1 else bias)
+                mixed = (A.flatten(2, 3) @ draw_root(F_v, count, self.head_width, stream)).unflatten(2, (m, -1)).flatten(3)
+                total[part] += (mixed @ mixed.mT).sum(1)
+                entropy[part] += spread
+        return self.output.covariance(total), entropy / (self.heads * m)
+
+    def queries_and_keys(self, F_q: Rows, F_k: Rows, groups: int, stream: Stream) -> tuple[Queries, Keys]:
+        r"""Queries and keys of some groups of heads, after the norm and the rotation.
+
+        With neither, only the products $q k^\top$ count. The keys are $F_k T O$ with T of Bartlett and orthonormal rows of O, and the
+        queries $F_q Z$ meet them only through $Z O^\top$, which is normal: $F_k T$ and $F_q Z O^\top$ have as few features as T.
+        """
+        if self.qk_norm is None and self.rope is None:
+            k = draw_root(F_k, groups, self.head_width, stream)
+        else:
+            k = F_k[:, None] @ stream.normal(len(F_k), groups, F_k.shape[-1], self.head_width)
+        q = F_q[:, None] @ stream.normal(len(F_q), groups, F_q.shape[-1], self.share * k.shape[-1])
+        q, k = q.unflatten(-1, (self.share, -1)), k[:, :, :, None]
+        if self.qk_norm is not None:
+            q, k = (normalise_heads(x, self.qk_norm, self.qk_norm_over) for x in (q, k))
+        if self.rope is not None:
+            q, k = (rotate(x, self.rope) for x in (q, k))
+        return q, k[:, :, :, 0]
+
+    def attention(self, q: Queries, k: Keys, bias: Tensor) -> tuple[Queries, Entropy]:
+        """A of each head, and the sum of the entropies of all rows of the softmax."""
+        logits = (q.flatten(2, 3) @ k.mT).mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        logits = logits.unflatten(2, q.shape[2:4])
+        P = torch.softmax(logits + bias, -1)
+        logarithm = (P + torch.finfo(P.dtype).tiny).log_()
+        entropy = -torch.linalg.vecdot(P.flatten(1), logarithm.flatten(1))
+        if self.gamma1 == self.gamma2 == 0.0:
+            return P, entropy
+        heads_first = (logits.transpose(2, 3), bias.transpose(-3, -2))
+        return attention_matrix(*heads_first, self.gamma1, self.gamma2).transpose(2, 3), entropy
+
+    @property
+    def groups(self) -> int:
+        """Heads of the keys and values."""
+        return self.heads if self.key_heads is None else self.key_heads
+
+    @property
+    def share(self) -> int:
+        """Heads that share their keys and values."""
+        return self.heads // self.groups
+
+    def module(self, n: int, **draw: Any) -> nn.Module:
+        pairs = ((weights.std, weights.bias) for weights in (self.query, self.key, self.value, self.output))
+        return RandomSelfAttention(
+            n,
+            self.heads,
+            self.groups,
+            self.head_width,
+            *pairs,
+            scale=self.scale,
+            mask=self.mask,
+            window=self.window,
+            softcap=self.softcap,
+            qk_norm=None if self.qk_norm is None else self.qk_norm.module,
+            qk_norm_over=self.qk_norm_over,
+            rope=self.rope,
+            gammas=(self.gamma1, self.gamma2),
+            **draw,
+        )
+
+
+def draw_root(F: Rows, groups: int, width: int, stream: Stream) -> Keys:
+    """A root of the Gram matrix of `width` features F Z, for each group: F T, T of Bartlett, with no more features than F has columns."""
+    T = stream.bartlett(F.new_empty(groups * len(F), 1, 1), F.shape[-1], width)
+    return F[:, None] @ T.reshape(groups, len(F), *T.shape[1:]).transpose(0, 1)
+
+
+def normalise_heads(x: Queries, norm: Norm, over: str) -> Queries:
+    """The norm of each head's features, or of those of all heads at once."""
+    if over == "head":
+        return norm.apply(x)
+    whole = x.transpose(1, 2)
+    return norm.apply(whole.flatten(2)).view(whole.shape).transpose(1, 2)
+
+
+def rotate(x: Queries, frequencies: tuple[float, ...]) -> Queries:
+    r"""Rotary positions (Su et al. 2021), in place: pair i of the features of token $\alpha$ is turned by the angle $\alpha\theta_i$.
+
+    The features are iid, so it does not matter which of them are a pair. Features beyond the pairs stay as they are.
+    """
+    cos, sin = (part.to(x) for part in cos_and_sin(x.shape[2], frequencies))
+    one, other = x[..., : len(frequencies)], x[..., len(frequencies) : 2 * len(frequencies)]
+    across = one * sin
+    one.mul_(cos).addcmul_(other, sin, value=-1.0)
+    other.mul_(cos).add_(across)
+    return x
+
+
+@lru_cache(maxsize=8)
+def cos_and_sin(m: int, frequencies: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Of the angles by which m tokens are rotated, [m, 1, pairs]."""
+    angles = torch.arange(m, dtype=torch.float64)[:, None, None] * torch.tensor(frequencies, dtype=torch.float64)
+    return angles.cos(), angles.sin()
+
+
+def check_rope(rope: object, width: int) -> tuple[float, ...]:
+    """The frequencies of a head of this width."""
+    if isinstance(rope, int | float):
+        return rope_frequencies(width, rope)
+    try:
+        frequencies = tuple(finite("rope", theta) for theta in rope)  # pyright: ignore[reportGeneralTypeIssues]
+    except TypeError:
+        raise ValueError(f"rope must be a base or a sequence of frequencies, got {rope!r}") from None
+    if not 1 <= len(frequencies) <= width // 2:
+        raise ValueError(f"rope must have 1 to head_width/2 = {width // 2} frequencies, got {len(frequencies)}")
+    return frequencies

@@ -1,0 +1,126 @@
+"""What a residual branch of a Transformer in use is made of: weights of any standard deviation, and feed-forward layers, also gated."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from shaped.checks import check_bool, in_range, whole_number
+from shaped.covariance import factor
+from shaped.nn.activations import Activation
+from shaped.nn.activations.functions import FUNCTIONS
+from shaped.nn.random_blocks import RandomMLP
+from shaped.randomness import Stream
+
+Covariance = Float[Tensor, "batch m m"]
+Rows = Float[Tensor, "batch m k"]
+Entropy = Float[Tensor, " batch"]
+
+CACHE = 2**16
+"""Features that are drawn at once for a sample, on a CPU: they stay in its cache until their Gram matrix is taken."""
+MEMORY = 2**26
+"""The same on a GPU, where large products are fast."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    r"""Gaussian weights of a product $Y W + b$: `std` is the standard deviation of W's entries (no $1/\sqrt{n}$), `bias` that of b's."""
+
+    std: float
+    bias: float = 0.0
+
+    def __post_init__(self) -> None:
+        in_range("std", self.std, 0.0, 1e18)
+        in_range("bias", self.bias, 0.0, 1e18)
+
+    def rows(self, L: Rows, n: int) -> Rows:
+        r"""F with $F F^\top = \sigma^2 Y Y^\top + \sigma_b^2 11^\top$, for $Y Y^\top = n L L^\top$. $Y W + b$ has the law of F Z, Z normal.
+
+        The bias is one more feature, which is the same for all tokens.
+        """
+        F = L * (self.std * math.sqrt(n))
+        return F if self.bias == 0.0 else torch.cat([F, torch.full_like(F[..., :1], self.bias)], -1)
+
+    def covariance(self, K: Covariance) -> Covariance:
+        r"""$\sigma^2 K + \sigma_b^2 11^\top$: the covariance over the tokens of each feature of $Y W + b$, for $K = Y Y^\top$."""
+        return K * self.std**2 + self.bias**2
+
+
+class Branch(ABC):
+    """f(Y), whose last product is with Gaussian weights: given Y, its features are iid, and normal over the tokens."""
+
+    @abstractmethod
+    def covariance(self, V: Covariance, n: int, stream: Stream) -> tuple[Covariance, Entropy | None]:
+        r"""A draw of the covariance over the tokens of each feature of f(Y), given $V = Y Y^\top/n$, and the entropies of attention."""
+
+    @abstractmethod
+    def module(self, n: int, **draw: Any) -> nn.Module:
+        """The branch with explicit weights, for tokens of width n."""
+
+
+@dataclass(frozen=True)
+class FeedForwardBranch(Branch):
+    r"""$f(Y) = \phi(Y W + b)\,W' + b'$, or gated, $(\phi(Y W + b) \circ (Y U + c))\,W' + b'$ (SwiGLU, GeGLU).
+
+    Args:
+        hidden: number of hidden features.
+        inner: the weights W, and U if gated.
+        outer: the weights W'.
+        activation: "relu", "gelu", "gelu_tanh", "silu", "tanh", "relu2", or an `Activation`, whose normaliser is not applied.
+        gated: multiply by a second product.
+    """
+
+    hidden: int
+    inner: Weights
+    outer: Weights
+    activation: str | Activation = "gelu"
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        whole_number("hidden", self.hidden)
+        check_weights("inner", self.inner)
+        check_weights("outer", self.outer)
+        check_bool("gated", self.gated)
+        if not isinstance(self.activation, Activation) and self.activation not in FUNCTIONS:
+            raise ValueError(f"activation must be one of {', '.join(map(repr, FUNCTIONS))}, or an Activation, got {self.activation!r}")
+
+    @property
+    def function(self) -> Callable[[Tensor], Tensor]:
+        return FUNCTIONS[self.activation] if isinstance(self.activation, str) else self.activation
+
+    def covariance(self, V: Covariance, n: int, stream: Stream) -> tuple[Covariance, None]:
+        F = self.inner.rows(factor(V), n).contiguous()
+        return self.outer.covariance(self.hidden_gram(F, stream)), None
+
+    def hidden_gram(self, F: Rows, stream: Stream) -> Covariance:
+        r"""A draw of $H H^\top$, $H = \phi(F Z)$ or $\phi(F Z) \circ F Z'$. The features are drawn in parts that fit into the cache."""
+        batch, m, k = F.shape
+        K, phi = F.new_zeros(batch, m, m), self.function
+        budget = CACHE if F.device.type == "cpu" else MEMORY
+        width = min(self.hidden, max(1, budget // m))
+        few = max(1, budget // (m * width))
+        for first in range(0, batch, few):
+            part = F[first : first + few]
+            for start in range(0, self.hidden, width):
+                shape = (len(part), k, min(width, self.hidden - start))
+                H = phi(part @ stream.normal(*shape))
+                if self.gated:
+                    H.mul_(part @ stream.normal(*shape))
+                K[first : first + few].baddbmm_(H, H.mT)
+        return K
+
+    def module(self, n: int, **draw: Any) -> nn.Module:
+        pairs = ((weights.std, weights.bias) for weights in (self.inner, self.outer))
+        return RandomMLP(n, self.hidden, *pairs, self.function, self.gated, **draw)
+
+
+def check_weights(name: str, weights: object) -> None:
+    if not isinstance(weights, Weights):
+        raise ValueError(f"{name} must be weights, such as Weights(std=0.02), got {weights!r}")
