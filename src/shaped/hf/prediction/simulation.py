@@ -24,8 +24,9 @@ from shaped.hf.prediction.result import Prediction
 from shaped.layers import Normalise, Sizes
 from shaped.randomness import Stream
 
-BLOCK_ENTRIES, BLOCK_SAMPLES = 2**20, 16
-"""Samples that are drawn together: so many that Python's overhead is small, so few that all cores have work and memory is bounded."""
+BLOCK_ENTRIES, BLOCK_SAMPLES = 2**19, 8
+"""Samples are drawn together up to so many entries of the residual stream: enough to hide Python's overhead in small models, few enough
+that all cores have work and that memory is bounded."""
 
 
 def predict(
@@ -135,8 +136,7 @@ class Simulation:
 
     def run(self, samples: int, threads: int, progress: bool | None) -> dict[str, Tensor]:
         """rho, length, rank [layers + 1, samples] and entropy [layers, samples]."""
-        entries = self.m * (self.network.width if self.needs_tokens else self.m)
-        size = max(1, min(BLOCK_SAMPLES, BLOCK_ENTRIES // entries))
+        size = max(1, min(BLOCK_SAMPLES, BLOCK_ENTRIES // (self.m * self.network.width)))
         blocks = math.ceil(samples / size)
         threads = min(threads, blocks) if self.device.type == "cpu" else 1
         lock, stop = threading.Lock(), threading.Event()
