@@ -90,7 +90,7 @@ def describe_olmo2(config: PreTrainedConfig, m: int) -> Network:
 
 
 def describe_gemma2(config: PreTrainedConfig, m: int) -> Network:
-    """Norms before and after each branch, soft caps, windows by layer, embeddings times sqrt(n). Norm weights w start at 0 and act as 1 + w."""
+    """Norms before and after each branch, soft caps, windows by layer, embeddings times sqrt(n). Norms multiply by 1 + w; w starts at 0."""
     refuse(config, "use_bidirectional_attention")
     cap = None if getattr(config, "attn_logit_softcapping", None) is None else read_positive(config, "attn_logit_softcapping")
     scale = read_positive(config, "query_pre_attn_scalar") ** -0.5

@@ -145,7 +145,7 @@ class PatchEmbedding(Embedding):
 
     def choose_start(self, tokens: int | Ids) -> Start:
         if not isinstance(tokens, int):
-            raise ValueError("tokens must be a number or a covariance for a vision model, which has patches and no ids, got an array of ids")
+            raise ValueError("tokens must be a number or a covariance for a vision model, which has patches, got ids")
         if tokens > self.patches + 1:
             raise ValueError(f"tokens must be at most {self.patches + 1}, the class token and the patches of image_size, got {tokens}")
         return PatchStart(self.std, tokens - 1, self.pixels)

@@ -115,8 +115,8 @@ def read_rope(config: PreTrainedConfig, head_width: int, layer_type: str | None 
         raise ValueError(f"rope_parameters must have a rope_type among {', '.join(ROPE_TYPES)}, got {kind!r}")
     base = positive("rope_theta", rope.get("rope_theta"))
     rotated = int(head_width * share)
-    if rotated % 2 or not 0 < rotated <= head_width or (share != 1.0 and config.model_type != "gpt_neox"):
-        raise ValueError(f"partial_rotary_factor must be 1 here, or with GPT-NeoX an even part of {head_width} features, got {share!r}")
+    if not 0 < rotated + rotated % 2 <= head_width or (share != 1.0 and config.model_type != "gpt_neox"):
+        raise ValueError(f"partial_rotary_factor must be 1, or for GPT-NeoX give pairs of {head_width} features, got {share!r}")
     if kind == "default":
         powers = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
         return tuple((base**-powers).tolist()), 1.0

@@ -68,7 +68,7 @@ class Prediction:
         for name, values in arrays.items():
             wanted = (layers + (name != "entropy"), samples)
             if values.dtype != np.float64 or values.shape != wanted or 0 in wanted:
-                raise ValueError(f"path must have {name}, float64 of shape {list(wanted)}, got {values.dtype}, {list(values.shape)} in {path}")
+                raise ValueError(f"path must have {name}, float64 of shape {list(wanted)}, got {values.dtype}, {list(values.shape)}")
         return cls(**{name: torch.from_numpy(values) for name, values in arrays.items()}, info=info)
 
     def __repr__(self) -> str:
