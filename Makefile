@@ -30,10 +30,12 @@ coverage: .venv/installed
 hf-common: .venv/installed
 	$(bin)/python tests/hf/common/run.py -n 2 -q
 
-# Checks that take longer than a test may: a thousand damaged folders of each kind, transformers' own tests, the solver's step, mutations.
+# Checks that take longer than a test may: a thousand damaged folders of each kind, transformers' own tests, the laws of
+# blocks, the solver's step, mutations.
 verify: .venv/installed hf-common
 	PYTHONPATH=tests $(bin)/python tests/damage.py --count 1000
 	PYTHONPATH=tests:tests/figures $(bin)/python tests/figures/damaged_figures.py --count 1000
+	PYTHONPATH=tests/layers $(bin)/python tests/layers/explicit.py --networks 200000
 	$(bin)/python benchmarks/steps.py --tokens 4,16
 	$(bin)/python benchmarks/mutations.py --count 100 --least 0.85 --out out/mutations-sample.json
 

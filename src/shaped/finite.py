@@ -32,6 +32,9 @@ class GramSteps(engine.PointProcess):
     def step(self, state: Point, stream: Stream) -> tuple[Point, None]:
         return self.layer.advance_gram(state, self.sizes, stream), None
 
+    def count_entries(self, m: int) -> int:
+        return self.layer.count_entries(m)
+
 
 @dataclass(frozen=True, eq=False)
 class TokenSteps(engine.Process[Tensor]):
@@ -58,7 +61,7 @@ class TokenSteps(engine.Process[Tensor]):
         return torch.where(choice[:, None, None], yes, no)
 
     def count_entries(self, m: int) -> int:
-        return m * self.sizes.n
+        return max(m * self.sizes.n, self.layer.count_entries(m))
 
 
 def propagate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -28,7 +27,7 @@ def rope_frequencies(width: int, base: float = 10000.0) -> tuple[float, ...]:
     r"""$\theta_i = \text{base}^{-2i/\text{width}}$, the frequencies that rotate `width` features of a head (Su et al. 2021)."""
     width, base = whole_number("width", width, least=2), positive("base", base)
     if width % 2:
-        raise ValueError(f"width must be even, since features are rotated in pairs, got {width}")
+        raise ValueError(f"width must be even, as features are rotated in pairs, got {width}")
     return tuple(base ** (-i / width) for i in range(0, width, 2))
 
 
@@ -48,7 +47,7 @@ class AttentionBranch(Branch):
         softcap: c of $c\tanh(\text{logits}/c)$, before the bias is added (Gemma 2).
         qk_norm: norm of queries and keys, before the rotation.
         qk_norm_over: "head" (the features of one head: Qwen3) or "all" (of all heads at once: OLMo 2).
-        rope: a base, or a sequence of frequencies, one for each pair of features. Fewer than head_width/2 frequencies leave the other
+        rope: a base, or the frequencies, one for each pair of features. Fewer than head_width/2 frequencies leave the other
             features as they are, as GPT-NeoX does: `rope=rope_frequencies(head_width // 4)`.
         gamma1, gamma2: the shaping; 0 is plain attention.
     """
@@ -66,7 +65,7 @@ class AttentionBranch(Branch):
     softcap: float | None = None
     qk_norm: Norm | None = None
     qk_norm_over: str = "head"
-    rope: float | Sequence[float] | None = None
+    rope: float | tuple[float, ...] | None = None
     gamma1: float = 0.0
     gamma2: float = 0.0
 
@@ -119,42 +118,46 @@ class AttentionBranch(Branch):
         """
         L, m = factor(V).contiguous(), V.shape[-1]
         rows = tuple(weights.rows(L, n) for weights in (self.query, self.key, self.value))
-        bias = self.bias(m, V)
-        bias = bias.unflatten(0, (-1, self.share)).transpose(1, 2) if bias.ndim == 3 else bias[None, :, None]
+        bias = self.bias(m, V).expand(self.heads, m, m).unflatten(0, (self.groups, self.share)).transpose(1, 2)
         total, entropy = L.new_zeros(L.shape), L.new_zeros(len(L))
-        budget = CACHE if V.device.type == "cpu" else MEMORY
-        entries = self.share * m * max(m, self.head_width)  # of the queries or the logits of a group
-        groups = self.groups if self.qk_norm_over == "all" else min(self.groups, max(1, budget // entries))
-        few = max(1, budget // (entries * groups))
+        few, groups, share = self.split(m, V.device)
         for first in range(0, len(L), few):
             part = slice(first, first + few)
             F_q, F_k, F_v = (F[part] for F in rows)
             for start in range(0, self.groups, groups):
-                count = min(groups, self.groups - start)
-                q, k = self.queries_and_keys(F_q, F_k, count, stream)
-                A, spread = self.attention(q, k, bias[start : start + count] if len(bias) > 1 else bias)
-                mixed = (A.flatten(2, 3) @ draw_root(F_v, count, self.head_width, stream)).unflatten(2, (m, -1)).flatten(3)
-                total[part] += (mixed @ mixed.mT).sum(1)
-                entropy[part] += spread
+                B = bias[start : start + groups]
+                k, v = self.keys(F_k, len(B), stream), draw_root(F_v, len(B), self.head_width, stream)
+                for head in range(0, self.share, share):
+                    near = B[:, :, head : head + share]
+                    A, spread = self.attention(self.queries(F_q, len(B), near.shape[2], k.shape[-1], stream), k, near)
+                    mixed = (A.flatten(2, 3) @ v).unflatten(2, (m, -1)).flatten(3)
+                    total[part] += (mixed @ mixed.mT).sum(1)
+                    entropy[part] += spread
         return self.output.covariance(total), entropy / (self.heads * m)
 
-    def queries_and_keys(self, F_q: Rows, F_k: Rows, groups: int, stream: Stream) -> tuple[Queries, Keys]:
-        r"""Queries and keys of some groups of heads, after the norm and the rotation.
+    def split(self, m: int, device: torch.device) -> tuple[int, int, int]:
+        """How many samples, groups of heads, and heads of a group are drawn at once, so that their queries and logits stay in the cache."""
+        heads = max(1, (CACHE if device.type == "cpu" else MEMORY) // (m * max(m, self.head_width)))
+        if self.qk_norm_over == "all":
+            return max(1, heads // self.heads), self.groups, self.share
+        return max(1, heads // self.heads), min(self.groups, max(1, heads // self.share)), min(self.share, heads)
 
-        With neither, only the products $q k^\top$ count. The keys are $F_k T O$ with T of Bartlett and orthonormal rows of O, and the
-        queries $F_q Z$ meet them only through $Z O^\top$, which is normal: $F_k T$ and $F_q Z O^\top$ have as few features as T.
+    def keys(self, F: Rows, groups: int, stream: Stream) -> Keys:
+        r"""Keys of some groups of heads, after the norm and the rotation.
+
+        With neither, only the products $q k^\top$ count. The keys are $F T O$ with T of Bartlett and orthonormal rows of O, and queries
+        $F_q Z$ meet them only through $Z O^\top$, which is normal. Then F T stands for the keys, and queries of as few features are enough.
         """
         if self.qk_norm is None and self.rope is None:
-            k = draw_root(F_k, groups, self.head_width, stream)
-        else:
-            k = F_k[:, None] @ stream.normal(len(F_k), groups, F_k.shape[-1], self.head_width)
-        q = F_q[:, None] @ stream.normal(len(F_q), groups, F_q.shape[-1], self.share * k.shape[-1])
-        q, k = q.unflatten(-1, (self.share, -1)), k[:, :, :, None]
+            return draw_root(F, groups, self.head_width, stream)
+        return self.queries(F, groups, 1, self.head_width, stream)[:, :, :, 0]
+
+    def queries(self, F: Rows, groups: int, share: int, width: int, stream: Stream) -> Queries:
+        """Queries of some heads, after the norm and the rotation."""
+        q = (F[:, None] @ stream.normal(len(F), groups, F.shape[-1], share * width)).unflatten(-1, (share, width))
         if self.qk_norm is not None:
-            q, k = (normalise_heads(x, self.qk_norm, self.qk_norm_over) for x in (q, k))
-        if self.rope is not None:
-            q, k = (rotate(x, self.rope) for x in (q, k))
-        return q, k[:, :, :, 0]
+            q = normalise_heads(q, self.qk_norm, self.qk_norm_over)
+        return q if self.rope is None else rotate(q, self.frequencies)
 
     def attention(self, q: Queries, k: Keys, bias: Tensor) -> tuple[Queries, Entropy]:
         """A of each head, and the sum of the entropies of all rows of the softmax."""
@@ -162,13 +165,18 @@ class AttentionBranch(Branch):
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         logits = logits.unflatten(2, q.shape[2:4])
-        P = torch.softmax(logits + bias, -1)
-        logarithm = (P + torch.finfo(P.dtype).tiny).log_()
+        logarithm = torch.log_softmax(logits + bias, -1)
+        P = logarithm.exp()
+        logarithm.clamp_(min=-1e4)  # not -inf, which times 0 would be nan
         entropy = -torch.linalg.vecdot(P.flatten(1), logarithm.flatten(1))
         if self.gamma1 == self.gamma2 == 0.0:
             return P, entropy
         heads_first = (logits.transpose(2, 3), bias.transpose(-3, -2))
         return attention_matrix(*heads_first, self.gamma1, self.gamma2).transpose(2, 3), entropy
+
+    @property
+    def features(self) -> int:
+        return self.heads * self.head_width
 
     @property
     def groups(self) -> int:
@@ -179,6 +187,12 @@ class AttentionBranch(Branch):
     def share(self) -> int:
         """Heads that share their keys and values."""
         return self.heads // self.groups
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """By which pairs of features are rotated."""
+        assert self.rope is not None
+        return self.rope if isinstance(self.rope, tuple) else rope_frequencies(self.head_width, self.rope)
 
     def module(self, n: int, **draw: Any) -> nn.Module:
         pairs = ((weights.std, weights.bias) for weights in (self.query, self.key, self.value, self.output))
@@ -194,7 +208,7 @@ class AttentionBranch(Branch):
             softcap=self.softcap,
             qk_norm=None if self.qk_norm is None else self.qk_norm.module,
             qk_norm_over=self.qk_norm_over,
-            rope=self.rope,
+            rope=None if self.rope is None else self.frequencies,
             gammas=(self.gamma1, self.gamma2),
             **draw,
         )
@@ -234,14 +248,15 @@ def cos_and_sin(m: int, frequencies: tuple[float, ...]) -> tuple[Tensor, Tensor]
     return angles.cos(), angles.sin()
 
 
-def check_rope(rope: object, width: int) -> tuple[float, ...]:
-    """The frequencies of a head of this width."""
-    if isinstance(rope, int | float):
-        return rope_frequencies(width, rope)
+def check_rope(rope: Any, width: int) -> float | tuple[float, ...]:
+    """A base, or the frequencies as a tuple."""
+    if isinstance(rope, int | float) and not isinstance(rope, bool):
+        rope_frequencies(width, rope)
+        return float(rope)
     try:
-        frequencies = tuple(finite("rope", theta) for theta in rope)  # pyright: ignore[reportGeneralTypeIssues]
+        frequencies = tuple(finite("rope", theta) for theta in rope)
     except TypeError:
-        raise ValueError(f"rope must be a base or a sequence of frequencies, got {rope!r}") from None
+        raise ValueError(f"rope must be a base or the frequencies of pairs of features, got {rope!r}") from None
     if not 1 <= len(frequencies) <= width // 2:
         raise ValueError(f"rope must have 1 to head_width/2 = {width // 2} frequencies, got {len(frequencies)}")
     return frequencies

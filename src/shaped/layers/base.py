@@ -95,6 +95,10 @@ class Layer(ABC):
         """Raises a ValueError for widths that the layer cannot have. Most layers accept all."""
         return
 
+    def count_entries(self, m: int) -> int:
+        """The size of a sample's step, in numbers. The larger it is, the fewer samples are advanced together."""
+        return m**2
+
     @abstractmethod
     def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream) -> Tokens:
         """The next layer's tokens, given these."""
@@ -193,6 +197,9 @@ class Chain(Layer):
     def check_sizes(self, sizes: Sizes) -> None:
         for layer in self._layers:
             layer.check_sizes(sizes)
+
+    def count_entries(self, m: int) -> int:
+        return max(layer.count_entries(m) for layer in self._layers)
 
     def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream) -> Tokens:
         for layer in self._layers:

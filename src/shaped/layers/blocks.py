@@ -82,6 +82,10 @@ class ResidualBlock(Layer):
         norms = (self.post, self.after, *(norm for _, norm in self.pairs))
         return any(norm is not None and norm.needs_features for norm in norms)
 
+    def count_entries(self, m: int) -> int:
+        """The features that a branch draws, m for each, come in parts: sixteen parts of them count as much as a covariance does."""
+        return max(m**2, *(m * branch.features // 16 for branch, _ in self.pairs))
+
     def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream, seen: Seen | None = None) -> Tokens:
         entering = [gram(X if norm is None else norm.apply(X)) for _, norm in self.pairs]
         F = factor(self.covariance(entering, sizes, stream, seen))

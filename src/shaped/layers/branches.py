@@ -60,6 +60,11 @@ class Branch(ABC):
     def covariance(self, V: Covariance, n: int, stream: Stream) -> tuple[Covariance, Entropy | None]:
         r"""A draw of the covariance over the tokens of each feature of f(Y), given $V = Y Y^\top/n$, and the entropies of attention."""
 
+    @property
+    @abstractmethod
+    def features(self) -> int:
+        """How many features the branch draws for a token, about."""
+
     @abstractmethod
     def module(self, n: int, **draw: Any) -> nn.Module:
         """The branch with explicit weights, for tokens of width n."""
@@ -90,6 +95,10 @@ class FeedForwardBranch(Branch):
         check_bool("gated", self.gated)
         if not isinstance(self.activation, Activation) and self.activation not in FUNCTIONS:
             raise ValueError(f"activation must be one of {', '.join(map(repr, FUNCTIONS))}, or an Activation, got {self.activation!r}")
+
+    @property
+    def features(self) -> int:
+        return (1 + self.gated) * self.hidden
 
     @property
     def function(self) -> Callable[[Tensor], Tensor]:

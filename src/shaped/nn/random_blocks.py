@@ -90,17 +90,21 @@ class RandomSelfAttention(nn.Module):
             self.query_norm, self.key_norm = (qk_norm(wide, dtype=draw.get("dtype")) for wide in widths)
 
     def forward(self, x: X) -> X:
-        queries = self.split(self.query(x), self.query_norm)
-        keys = self.split(self.key(x), self.key_norm)
         values = self.value(x).split(self.width, -1)
         mixed = []
-        for head, query in enumerate(queries):
-            group = head * self.key_heads // self.heads
-            logits = self.scale * query @ keys[group].mT
-            if self.softcap is not None:
-                logits = self.softcap * torch.tanh(logits / self.softcap)
-            mixed.append(attention_matrix(logits, self.bias(head, x), *self.gammas) @ values[group])
+        for head, logits in enumerate(self.logits(x)):
+            mixed.append(attention_matrix(logits, self.bias(head, x), *self.gammas) @ values[self.group(head)])
         return self.output(torch.cat(mixed, -1))
+
+    def logits(self, x: X) -> list[Tensor]:
+        """Of each head, before the bias."""
+        queries, keys = self.split(self.query(x), self.query_norm), self.split(self.key(x), self.key_norm)
+        found = [self.scale * query @ keys[self.group(head)].mT for head, query in enumerate(queries)]
+        return found if self.softcap is None else [self.softcap * torch.tanh(logits / self.softcap) for logits in found]
+
+    def group(self, head: int) -> int:
+        """The head of the keys and values that this head uses."""
+        return head * self.key_heads // self.heads
 
     def split(self, x: Tensor, norm: nn.Module | None) -> list[Tensor]:
         """The features of each head, normalised and rotated."""

@@ -31,11 +31,11 @@ def check_module(layer: Layer, m: int = 3, n: int | None = None, n_k: int = 5, n
         assert_same_moments(vech(drawn.V[-1]), vech(explicit))
 
 
-def draw_tokens(V: Tensor, n: int, g: torch.Generator) -> Tensor:
+def draw_tokens(V: Tensor, n: int, g: torch.Generator, batch: tuple[int, ...] = ()) -> Tensor:
     """Tokens with covariance V in a uniformly random direction: whitened normals, so that no convention of a factorisation enters."""
-    Z = torch.randn(len(V), n, generator=g, dtype=torch.float64)
+    Z = torch.randn(*batch, len(V), n, generator=g, dtype=torch.float64)
     values, vectors = torch.linalg.eigh(Z @ Z.mT)
-    return math.sqrt(n) * torch.linalg.cholesky(V) @ (vectors / values.sqrt() @ vectors.mT @ Z)
+    return math.sqrt(n) * torch.linalg.cholesky(V) @ (vectors / values.sqrt()[..., None, :] @ vectors.mT @ Z)
 
 
 def check_drift_of_branch(
