@@ -47,6 +47,16 @@ def inverse_length(v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
     return torch.where(v > torch.finfo(v.dtype).tiny ** 0.75, v.rsqrt(), 0.0)
 
 
+def effective_rank(V: Matrix) -> Float[Tensor, "*batch"]:
+    r"""$\exp(-\sum_i p_i \log p_i)$ with $p_i$ the eigenvalues of V divided by their sum (Roy and Vetterli, 2007): from 1, where all tokens
+    are parallel, to m, where they are orthogonal and of equal length."""
+    V = as_tensor("V", V)
+    check_square(V, "V")
+    values = torch.linalg.eigvalsh(V).clamp(min=0.0)
+    shares = values / values.sum(-1, keepdim=True)
+    return torch.special.entr(shares).sum(-1).exp()
+
+
 def equicorrelated(
     m: int,
     rho: float,

@@ -1,7 +1,18 @@
 import pytest
 import torch
 
-from shaped.covariance import FEW, correlation, equicorrelated, factor, gram, make_batch_innermost, product, vech, weighted_mean
+from shaped.covariance import (
+    FEW,
+    correlation,
+    effective_rank,
+    equicorrelated,
+    factor,
+    gram,
+    make_batch_innermost,
+    product,
+    vech,
+    weighted_mean,
+)
 from shaped.testing.stats import generator, random_covariance
 
 
@@ -58,3 +69,12 @@ def test_products_for_few_and_many(m):
         assert torch.allclose(product(P, layout(B)), P @ B, atol=1e-13)
         assert torch.allclose(product(layout(A), P.mT), A @ P.mT, atol=1e-13)
         assert torch.allclose(weighted_mean(P, layout(A)), (P * A).sum(-1, keepdim=True), atol=1e-13)
+
+
+def test_effective_rank():
+    """m for orthogonal tokens, 1 for parallel ones; else from the eigenvalues 1 + (m-1)ρ and 1 - ρ."""
+    assert effective_rank(torch.eye(4)).item() == pytest.approx(4.0)
+    assert effective_rank(equicorrelated(4, 1.0)).item() == pytest.approx(1.0, abs=1e-6)
+    shares = torch.tensor([1.0 + 3 * 0.5, 0.5, 0.5, 0.5]) / 4
+    expected = shares.pow(-shares).prod().item()
+    assert effective_rank(7.0 * equicorrelated(4, 0.5)).item() == pytest.approx(expected)

@@ -41,7 +41,13 @@ def test_the_examples_print_what_is_shown():
 
 @pytest.mark.parametrize(
     ("page", "word"),
-    [("modules", "Recover"), ("huggingface", "ShapingCallback"), ("layers", "drift"), ("adding-a-layer", "ResidualLayer")],
+    [
+        ("modules", "Recover"),
+        ("huggingface", "ShapingCallback"),
+        ("predict", "predict"),
+        ("layers", "drift"),
+        ("adding-a-layer", "ResidualLayer"),
+    ],
 )
 def test_the_examples_of_a_page_print_what_is_shown(page, word):
     code, shown = examples((ROOT / "docs" / f"{page}.md").read_text())

@@ -15,6 +15,8 @@ from shaped.hf.models import ShapedForCausalLM as ShapedForCausalLM
 from shaped.hf.models import ShapedForMaskedLM as ShapedForMaskedLM
 from shaped.hf.models import ShapedForSequenceClassification as ShapedForSequenceClassification
 from shaped.hf.models import ShapedModel as ShapedModel
+from shaped.hf.prediction import Prediction as Prediction
+from shaped.hf.prediction import predict as predict
 from shaped.hf.shaping import shape as shape
 from shaped.hf.shaping import vanilla as vanilla
 from shaped.nn.blocks import parameter_groups as parameter_groups

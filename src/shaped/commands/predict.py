@@ -1,0 +1,139 @@
+"""`shaped predict`: what the tokens of any Transformer do at initialisation, from its config."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import shaped
+from shaped.commands import options
+from shaped.commands.options import PLACE, SOLVER, WORK
+from shaped.commands.results import check_folder, show_results, write_results
+from shaped.files import read_array
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shaped.hf.prediction import Prediction
+
+QUANTITIES = ("rho", "length", "entropy", "rank")
+LARGEST_START = 10**6  # numbers in a file of ids or of a covariance
+
+
+def predict(
+    configs: Annotated[list[Path], typer.Argument(help="Files config.json, or folders that have one.", **PLACE | {"metavar": "CONFIG…"})],
+    tokens: Annotated[
+        str,
+        typer.Option(
+            help="How many distinct tokens, or a .npy file with their ids, [m], or their covariance at the start, [m, m].",
+            metavar="NUMBER|FILE.npy",
+            rich_help_panel=SOLVER,
+        ),
+    ] = "64",
+    samples: Annotated[int, typer.Option(help="Number of models.", rich_help_panel=SOLVER)] = 64,
+    seed: options.Seed = 0,
+    device: options.Device = "cpu",
+    threads: Annotated[int | None, typer.Option(help="On the CPU; by default one a core.", rich_help_panel=WORK)] = None,
+    out: options.Out = Path("out"),
+    as_json: options.Json = False,
+) -> None:
+    """Predict correlation, length, rank and attention entropy of the tokens of a randomly initialised model, layer by layer.
+
+    The model is never made: its law is drawn without its weights.
+    """
+    if not find_spec("transformers"):
+        raise ValueError("predict needs transformers (pip install 'shaped-transformer[hf]')")
+    from shaped.hf.prediction.families import describe_network, read_config
+    from shaped.hf.prediction.simulation import predict as run
+    from shaped.hf.prediction.simulation import read_tokens
+
+    given = read_start(tokens)
+    read = [read_config(path) for path in configs]
+    for config in read:
+        describe_network(config, read_tokens(given)[0])  # refuses a config before the work on others
+    check_folder(out)
+    began, progress = time.perf_counter(), False if as_json else None
+    found = [run(config, given, samples=samples, seed=seed, device=device, threads=threads, progress=progress) for config in read]
+    predictions = dict(zip(choose_names(prediction.info["name"] for prediction in found), found, strict=True))
+    summary = {
+        "version": shaped.__version__,
+        "settings": {"tokens": tokens, "samples": samples, "seed": seed, "device": device},
+        "models": {name: summarise(prediction) for name, prediction in predictions.items()},
+        "seconds": time.perf_counter() - began,
+    }
+    for name, prediction in predictions.items():
+        prediction.save(out / f"{name}.npz")
+    written = write_results(out, "predict", summary, lambda: draw(predictions))
+    written += [out / f"{name}.npz" for name in predictions]
+    show_results(summary, make_table(summary), f"{samples} models in {summary['seconds']:.1f} s; seed {seed}", written, as_json)
+
+
+def read_start(tokens: str) -> Any:
+    """A number, or the array in a file."""
+    if tokens.isdecimal():
+        return int(tokens)
+    if not tokens.endswith(".npy"):
+        raise ValueError(f"tokens must be a number or a .npy file, got {tokens!r}")
+    return read_array(Path(tokens), "tokens", LARGEST_START)
+
+
+def choose_names(names: Iterable[str]) -> list[str]:
+    """The names of the models, numbered where several have the same."""
+    chosen: list[str] = []
+    for name in names:
+        number, free = 1, name
+        while free in chosen or free == "predict":
+            number, free = number + 1, f"{name}-{number + 1}"
+        chosen.append(free)
+    return chosen
+
+
+def summarise(prediction: Prediction) -> dict[str, Any]:
+    """Means over the models and their standard errors, by layer; no errors for a single model."""
+    found: dict[str, Any] = dict(prediction.info)
+    for quantity in QUANTITIES:
+        mean, error = prediction.mean(quantity)
+        found[quantity] = {"mean": mean.tolist(), "standard_error": [None if math.isnan(one) else one for one in error.tolist()]}
+    return found
+
+
+def make_table(summary: dict[str, Any]) -> Table:
+    """Before the first block, at some depths, and after the last block, which has no attention behind it."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("model", "layer", *QUANTITIES):
+        made.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    for name, model in summary["models"].items():
+        depth = model["depth"]
+        for number, stage in enumerate(sorted({0, 1, depth // 4, depth // 2, 3 * depth // 4, depth})):
+            cells = [format_measured(model[quantity], stage) for quantity in QUANTITIES]
+            made.add_row("" if number else name, str(stage), *cells, end_section=stage == depth)
+    return made
+
+
+def format_measured(values: dict[str, list[Any]], stage: int) -> str:
+    """0.701(43) is 0.701 with a standard error of 0.043. Empty beyond the last layer."""
+    if stage >= len(values["mean"]):
+        return ""
+    mean, error = values["mean"][stage], values["standard_error"][stage]
+    if not error:
+        return f"{mean:.4g}"
+    digits = min(4, max(0, 1 - math.floor(math.log10(error))))
+    return f"{mean:.{digits}f}({round(error * 10**digits)})"
+
+
+def draw(predictions: dict[str, Prediction]) -> bytes:
+    from shaped.figures.shared.predictions import draw_predictions
+
+    buffer = BytesIO()
+    draw_predictions(predictions).savefig(buffer, format="png", dpi=160)
+    return buffer.getvalue()

@@ -1,0 +1,151 @@
+"""What enters a model: the law of its embedding, drawn for the given tokens only, never for the whole table."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shaped.covariance import Point, factor
+from shaped.layers import Norm
+from shaped.randomness import Stream
+
+Ids = Int[Tensor, " m"]
+
+
+class Start(ABC):
+    """Tokens before the first block. Their features are independent, and those of one feature are normal."""
+
+    @abstractmethod
+    def draw_factor(self, like: Float[Tensor, "batch _ _"], stream: Stream) -> Float[Tensor, "batch m k"]:
+        """F of each sample of `like`, where F Fᵀ is the covariance of the tokens' entries in one feature."""
+
+    def draw_gram(self, like: Float[Tensor, "batch _ _"], n: int, stream: Stream) -> Point:
+        F = self.draw_factor(like, stream)
+        root = F @ stream.bartlett(F, F.shape[-1], n)
+        return Point(matrix=root @ root.mT / n)
+
+    def draw_tokens(self, like: Float[Tensor, "batch _ _"], n: int, stream: Stream) -> Float[Tensor, "batch m n"]:
+        F = self.draw_factor(like, stream)
+        return F @ stream.normal(len(F), F.shape[-1], n)
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianStart(Start):
+    """Sums of rows of Gaussian tables: one [m, m] covariance describes them."""
+
+    covariance: Float[Tensor, "m m"]
+
+    def draw_factor(self, like: Float[Tensor, "batch _ _"], stream: Stream) -> Float[Tensor, "batch m m"]:
+        return factor(self.covariance).to(like).expand(len(like), -1, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class GivenStart(Start):
+    """Tokens whose covariance V = X Xᵀ/n is given, and the rotation of whose features is uniform."""
+
+    V: Float[Tensor, "m m"]
+
+    def draw_factor(self, like: Float[Tensor, "batch _ _"], stream: Stream) -> Float[Tensor, "batch m m"]:
+        return factor(self.V).to(like).expand(len(like), -1, -1)
+
+    def draw_gram(self, like: Float[Tensor, "batch _ _"], n: int, stream: Stream) -> Point:
+        return Point(matrix=self.V.to(like).expand(len(like), -1, -1).contiguous())
+
+    def draw_tokens(self, like: Float[Tensor, "batch _ _"], n: int, stream: Stream) -> Float[Tensor, "batch m n"]:
+        L = self.draw_factor(like, stream)
+        Q, R = torch.linalg.qr(stream.normal(len(L), n, L.shape[-1]))
+        return math.sqrt(n) * L @ (Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]).mT
+
+
+@dataclass(frozen=True)
+class PatchStart(Start):
+    """ViT: the class token, patches of white noise through the projection, and positions. All weights have the standard deviation `std`."""
+
+    std: float
+    patches: int
+    pixels: int
+    """Numbers in a patch."""
+
+    def draw_factor(self, like: Float[Tensor, "batch _ _"], stream: Stream) -> Float[Tensor, "batch m m"]:
+        root = stream.bartlett(like, self.patches, self.pixels)
+        K = torch.eye(self.patches + 1).to(like).repeat(len(like), 1, 1)
+        K[:, 0, 0] += 1.0
+        K[:, 1:, 1:] += root @ root.mT
+        return self.std * factor(K)
+
+
+class Embedding(ABC):
+    """A model's embedding. `norm` is applied to it before the first block."""
+
+    norm: Norm | None
+
+    @abstractmethod
+    def choose_start(self, tokens: int | Ids) -> Start:
+        """The start for a number of distinct tokens or for their ids; refuses what the model cannot read."""
+
+
+@dataclass(frozen=True)
+class TextEmbedding(Embedding):
+    """Rows of tables of tokens, positions and token types, added. A standard deviation of 0 is no table."""
+
+    std: float
+    vocabulary: int
+    padding: int | None = None
+    """The id whose row is 0."""
+    positions: float = 0.0
+    most: int | None = None
+    """The most tokens that the tables allow; None without a table of positions."""
+    types: float = 0.0
+    """Of the row of type 0, which all tokens share."""
+    norm: Norm | None = None
+    keeps_padding: bool = False
+    """RoBERTa: padding has position `padding`, whose row is 0, and does not count for the positions of the others."""
+
+    def choose_start(self, tokens: int | Ids) -> Start:
+        ids = self._choose_ids(tokens) if isinstance(tokens, int) else tokens
+        if self.most is not None and len(ids) > self.most:
+            raise ValueError(f"tokens must be at most {self.most}, as many as the config has positions for, got {len(ids)}")
+        if int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary:
+            wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise ValueError(f"tokens must be ids from 0 to {self.vocabulary - 1}, as the config's vocab_size has it, got {wrong}")
+        return GaussianStart(self.covariance(ids))
+
+    def _choose_ids(self, m: int) -> Ids:
+        """The first ids that are not padding."""
+        ids = torch.arange(m + 1)
+        ids = ids[ids != (m if self.padding is None else self.padding)][:m]
+        if int(ids[-1]) >= self.vocabulary:
+            raise ValueError(f"tokens must be at most the config's vocab_size, {self.vocabulary}, without padding, got {m}")
+        return ids
+
+    def covariance(self, ids: Ids) -> Float[Tensor, "m m"]:
+        """The covariance of the tokens' entries in one feature: what they share of each table."""
+        ids = ids.to("cpu")
+        real = (ids != self.padding) if self.padding is not None else torch.ones_like(ids, dtype=torch.bool)
+        same = ((ids[:, None] == ids) & real[:, None]).double()
+        places = torch.eye(len(ids), dtype=torch.float64)
+        if self.keeps_padding:
+            places = places * real
+        return self.std**2 * same + self.positions**2 * places + self.types**2
+
+
+@dataclass(frozen=True)
+class PatchEmbedding(Embedding):
+    """ViT's embedding of an image."""
+
+    std: float
+    patches: int
+    pixels: int
+    norm: Norm | None = None
+
+    def choose_start(self, tokens: int | Ids) -> Start:
+        if not isinstance(tokens, int):
+            raise ValueError("tokens must be a number or a covariance for a vision model, which has patches, got ids")
+        if tokens > self.patches + 1:
+            raise ValueError(f"tokens must be at most {self.patches + 1}, the class token and the patches of image_size, got {tokens}")
+        return PatchStart(self.std, tokens - 1, self.pixels)

@@ -1,0 +1,73 @@
+"""The registry of families, and configs read from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from shaped.files import read_json
+from shaped.hf.attention import NAME
+from shaped.hf.prediction import decoders, encoders
+from shaped.hf.prediction.parts import Network
+from shaped.hf.prediction.shaped_models import describe_shaped
+
+FAMILIES: dict[str, Callable[[Any, int], Network]] = {
+    "bert": encoders.describe_bert,
+    "gemma2": decoders.describe_gemma2,
+    "gpt2": decoders.describe_gpt2,
+    "gpt_neox": decoders.describe_gpt_neox,
+    "llama": decoders.describe_llama,
+    "mistral": decoders.describe_mistral,
+    "modernbert": encoders.describe_modernbert,
+    "olmo2": decoders.describe_olmo2,
+    "qwen2": decoders.describe_qwen2,
+    "qwen3": decoders.describe_qwen3,
+    "roberta": encoders.describe_roberta,
+    NAME: describe_shaped,
+    "vit": encoders.describe_vit,
+}
+"""From a config and a number of tokens to the network, by model_type."""
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+"""Fields that a file must have: transformers would take those of another model for them."""
+
+
+def describe_network(config: PreTrainedConfig, m: int) -> Network:
+    """The network of a config with m tokens."""
+    return FAMILIES[check_family(config.model_type)](config, m)
+
+
+def check_family(model_type: Any) -> str:
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {model_type!r}")
+    return model_type
+
+
+def read_config(config: Any) -> PreTrainedConfig:
+    """The config itself, or the one in a file or in a folder. Nothing is fetched from a network, and no code of a folder is run."""
+    if isinstance(config, PreTrainedConfig):
+        return config
+    if not isinstance(config, str | Path):
+        raise ValueError(f"config must be a transformers config, a folder or a config.json, got {type(config).__name__}")
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        entries = read_json(path, model_type=str)
+    except FileNotFoundError:
+        raise ValueError(f"config must be a folder with a config.json, or such a file, got {str(config)!r}") from None
+    kind = CONFIG_MAPPING[check_family(entries["model_type"])]
+    for name in REQUIRED:
+        if name not in entries and getattr(kind, "attribute_map", {}).get(name) not in entries:
+            raise ValueError(f"{path} must have {name}, got a config without it")
+    try:
+        made = kind.from_dict(entries)
+    except Exception as error:  # transformers has several classes of errors for a field, some over many lines
+        raise ValueError(f"{path} must be a config of {entries['model_type']}, got one that is not: {flatten(error)}") from None
+    made.name_or_path = str(config)
+    return made
+
+
+def flatten(error: Exception) -> str:
+    return " ".join(f"{error} {error.__cause__ or ''}".split())[:200]

@@ -1,0 +1,135 @@
+"""What the families share: fields of a config, checked, and the parts of a block that are made from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from shaped.checks import positive, whole_number
+from shaped.hf.prediction.embeddings import Embedding
+from shaped.layers import FeedForwardBranch, ResidualBlock, Weights
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "relu2": "relu2",
+    "tanh": "tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+}
+"""transformers' names of activations, and ours."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+Block = tuple[ResidualBlock, ...]
+"""A block of a model: attention, then feed-forward, or both in one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A model at initialisation: what enters, and the blocks of its residual stream."""
+
+    width: int
+    embedding: Embedding
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Fields that every family has, whatever it calls them."""
+
+    n: int
+    depth: int
+    heads: int
+    std: float
+
+    @classmethod
+    def read(cls, config: PreTrainedConfig) -> Sizes:
+        n, depth, heads = (read_whole(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        return cls(n, depth, heads, read_positive(config, "initializer_range"))
+
+    @property
+    def head_width(self) -> int:
+        if self.n % self.heads:
+            raise ValueError(f"num_attention_heads must divide hidden_size, {self.n}, got {self.heads}")
+        return self.n // self.heads
+
+
+def read_whole(config: PreTrainedConfig, name: str, least: int = 1) -> int:
+    return whole_number(name, getattr(config, name, None), least)
+
+
+def read_positive(config: PreTrainedConfig, name: str) -> float:
+    return positive(name, getattr(config, name, None))
+
+
+def refuse(config: PreTrainedConfig, *names: str) -> None:
+    """Refuses a config in which one of these fields is set: what it stands for is not in the prediction."""
+    for name in names:
+        if getattr(config, name, None):
+            raise ValueError(f"{name} must not be set for a prediction, which has no such part, got {getattr(config, name)!r}")
+
+
+def read_activation(config: PreTrainedConfig, name: str) -> str:
+    given = getattr(config, name, None)
+    if not isinstance(given, str) or given not in ACTIVATIONS:
+        raise ValueError(f"{name} must be one of {', '.join(ACTIVATIONS)}, got {given!r}")
+    return ACTIVATIONS[given]
+
+
+def read_window(config: PreTrainedConfig, layer: int) -> int | None:
+    """The sliding window of a layer, for configs with `layer_types`."""
+    types: Any = getattr(config, "layer_types", None)
+    if not isinstance(types, list | tuple) or len(types) < layer + 1 or types[layer] not in LAYER_TYPES:
+        got = types[layer] if isinstance(types, list | tuple) and len(types) > layer else types
+        raise ValueError(f"layer_types must be {' or '.join(LAYER_TYPES)} for each layer, got {got!r} for layer {layer}")
+    return None if types[layer] == "full_attention" else read_whole(config, "sliding_window")
+
+
+def gated_feedforward(hidden: int, activation: str, std: float, outer: float | None = None) -> FeedForwardBranch:
+    return FeedForwardBranch(hidden, Weights(std), Weights(std if outer is None else outer), activation, gated=True)
+
+
+def read_rope(config: PreTrainedConfig, head_width: int, layer_type: str | None = None) -> tuple[tuple[float, ...], float]:
+    """The frequencies of the rotated features, and the factor of the logits that some types of RoPE bring.
+
+    Fewer frequencies than half the head's width rotate only the first features.
+    """
+    rope: Any = getattr(config, "rope_parameters", None)
+    rope = rope.get(layer_type) if layer_type is not None and isinstance(rope, dict) else rope
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters must have the entries rope_type and rope_theta, got {rope!r}")
+    kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_parameters must have a rope_type among {', '.join(ROPE_TYPES)}, got {kind!r}")
+    base = positive("rope_theta", rope.get("rope_theta"))
+    rotated = int(head_width * share)
+    if not 0 < rotated + rotated % 2 <= head_width or (share != 1.0 and config.model_type != "gpt_neox"):
+        raise ValueError(f"partial_rotary_factor must be 1, or for GPT-NeoX give pairs of {head_width} features, got {share!r}")
+    if kind == "default":
+        powers = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+        return tuple((base**-powers).tolist()), 1.0
+    given = {"layer_type": layer_type} if layer_type is not None else {}
+    try:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **given)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"rope_parameters must have the entries of rope_type {kind!r}, got none for {error}") from None
+    if factor != 1.0 and rotated != head_width:
+        raise ValueError(f"rope_parameters must rotate all features with the factor {factor:g} of its rope_type, got {share!r} of them")
+    return tuple(frequencies.double().tolist()), factor**2
+
+
+def scale_depth(std: float, depth: int) -> float:
+    """GPT-2's initialisation of the matrices that end a residual branch: two branches a block."""
+    return std / math.sqrt(2.0 * depth)

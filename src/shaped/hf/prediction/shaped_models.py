@@ -1,0 +1,72 @@
+"""The models of this package. Standard deviations, scales and gains are read from a block of the model itself, made without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shaped.hf.configuration import ShapedConfig
+from shaped.hf.models import Embedding, make_block
+from shaped.hf.prediction.embeddings import TextEmbedding
+from shaped.hf.prediction.parts import Network
+from shaped.layers import AttentionBranch, FeedForwardBranch, Norm, ResidualBlock, Weights
+from shaped.nn.blocks import ShapedTransformerBlock
+from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention
+
+
+def describe_shaped(config: ShapedConfig, m: int) -> Network:
+    with torch.device("meta"):
+        block, tables = make_block(config), Embedding(config)
+    attention, feedforward = describe_attention(block.attention), describe_feedforward(block.feedforward)
+    if isinstance(block, ShapedTransformerBlock):
+        start = block.start
+        layers = (
+            ResidualBlock(attention, lam=start["lam_attention"], gamma=start["gamma_attention"]),
+            ResidualBlock(feedforward, lam=start["lam_feedforward"], gamma=start["gamma_feedforward"]),
+        )
+    else:
+        place, norm = "norm" if block.place == "pre" else "after", describe_norm(block.norm_attention)
+        layers = ResidualBlock(attention, **{place: norm}), ResidualBlock(feedforward, **{place: norm})
+    std = config.choose_table_std()
+    embedding = TextEmbedding(
+        std,
+        config.vocab_size,
+        positions=std,
+        most=config.max_position_embeddings,
+        types=0.0 if tables.types is None else std,
+        norm=None if tables.norm is None else describe_norm(tables.norm),
+    )
+    return Network(config.hidden_size, embedding, (layers,) * config.num_hidden_layers)
+
+
+def describe_norm(norm: nn.Module) -> Norm:
+    if isinstance(norm, nn.LayerNorm):
+        return Norm("layer", eps=norm.eps)
+    raise ValueError(f"norm must be LayerNorm for a prediction, got {type(norm).__name__}")
+
+
+def describe_attention(attention: ShapedSelfAttention) -> AttentionBranch:
+    gamma1, gamma2 = (0.0, 0.0) if attention.shaping is None else attention.shaping.start
+    weights = {name: read_weights(getattr(attention, name)) for name in ("query", "key", "value", "output")}
+    return AttentionBranch(
+        attention.heads,
+        attention.query.out_features // attention.heads,
+        **weights,
+        scale=attention.scale,
+        mask="causal" if attention.is_causal else None,
+        gamma1=gamma1,
+        gamma2=gamma2,
+    )
+
+
+def describe_feedforward(feedforward: ShapedFeedForwardBlock) -> FeedForwardBranch:
+    pre, post = feedforward.pre, feedforward.post
+    activation = feedforward.activation.plain if feedforward.slope is None else feedforward.activation.at(feedforward.width)
+    return FeedForwardBranch(pre.out_features, read_weights(pre), read_weights(post), activation)
+
+
+def read_weights(matrix: Any) -> Weights:
+    """`init_normal` leaves the standard deviation beside the matrix."""
+    return Weights(matrix.std)

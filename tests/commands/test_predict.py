@@ -1,0 +1,76 @@
+"""`shaped predict`: what it prints, what it writes, and how it refuses."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from shaped.commands import app as cli
+from shaped.commands.predict import choose_names, format_measured
+from shaped.hf import Prediction, ShapedConfig, predict
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
+
+
+def run(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["shaped", "predict", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return left.value.code or 0  # pyright: ignore[reportReturnType] (an int, as main leaves it)
+
+
+@pytest.fixture
+def configs(tmp_path) -> list[str]:
+    """A file and a folder, of two families."""
+    (tmp_path / "small.json").write_text(json.dumps({"model_type": "llama"} | SIZES))
+    ShapedConfig(**SIZES, max_position_embeddings=8).save_pretrained(tmp_path / "ours")
+    return [str(tmp_path / "small.json"), str(tmp_path / "ours")]
+
+
+def test_predict_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path, configs):
+    out = tmp_path / "out"
+    assert run(monkeypatch, *configs, "--tokens", "4", "--samples", "5", "--seed", "2", "--out", str(out)) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("small", "ours", "rho", "length", "entropy", "rank", "5 models"))
+    assert sorted(path.name for path in out.iterdir()) == ["ours.npz", "predict.json", "predict.png", "small.npz"]
+    assert (out / "predict.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((out / "predict.json").read_text())
+    found = predict(configs[0], 4, samples=5, seed=2)
+    assert summary["models"]["small"]["rho"]["mean"] == found.rho.mean(1).tolist()
+    assert len(summary["models"]["small"]["entropy"]["mean"]) == 3
+    assert Prediction.load(out / "ours.npz").info["model_type"] == "shaped"
+
+
+def test_tokens_from_a_file_and_json(monkeypatch, capsys, tmp_path, configs):
+    np.save(tmp_path / "ids.npy", np.array([3, 3, 3]))
+    assert run(monkeypatch, configs[0], "--tokens", str(tmp_path / "ids.npy"), "--samples", "1", "--out", str(tmp_path), "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    model = printed["models"]["small"]
+    assert (model["tokens"], model["tokens_given_as"]) == (3, "ids")
+    assert model["rho"]["standard_error"] == [None] * 4
+    assert model["rho"]["mean"][0] == pytest.approx(1.0, abs=1e-3)  # one token three times
+
+
+def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, tmp_path, configs):
+    (tmp_path / "wrong.json").write_text(json.dumps({"model_type": "llama", "hidden_act": "prelu"} | SIZES))
+    out = tmp_path / "out"
+    for arguments, word in (
+        ([configs[0], str(tmp_path / "wrong.json")], "hidden_act must be one of"),
+        ([configs[0], "--tokens", "many"], "tokens must be a number or a .npy file"),
+        ([configs[0], "--tokens", "1"], "tokens must be at least 2"),
+        ([str(tmp_path / "none")], "config must be a folder with a config.json"),
+    ):
+        assert run(monkeypatch, *arguments, "--out", str(out)) == 2
+        said = capsys.readouterr().err
+        assert word in said
+        assert said.count("\n") == 1
+    assert not out.exists()
+
+
+def test_names_and_numbers():
+    assert choose_names(["a", "b", "a", "predict"]) == ["a", "b", "a-2", "predict-2"]
+    assert format_measured({"mean": [0.70123], "standard_error": [0.0432]}, 0) == "0.701(43)"
+    assert format_measured({"mean": [239.144], "standard_error": [1.28]}, 0) == "239.1(13)"
+    assert format_measured({"mean": [1.0], "standard_error": [None]}, 0) == "1"
+    assert format_measured({"mean": [1.0], "standard_error": [None]}, 1) == ""

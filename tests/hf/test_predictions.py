@@ -1,0 +1,248 @@
+"""shaped.hf.predict: against models that transformers initialises, its tokens, its result, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+import torch
+from scipy import stats as distributions
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    LlamaModel,
+    MixtralConfig,
+    Qwen2Config,
+    RobertaConfig,
+    ViTConfig,
+)
+
+from refusals import refused
+from shaped.covariance import equicorrelated
+from shaped.hf import Prediction, ShapedConfig, predict
+from shaped.hf.prediction.embeddings import TextEmbedding
+from shaped.hf.prediction.encoders import truncated_std
+from shaped.hf.prediction.families import FAMILIES, describe_network
+from shaped.hf.prediction.parts import read_rope
+from shaped.testing.stats import seed
+
+TINY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
+SMALL: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "vocab_size": 20, "bos_token_id": None, "eos_token_id": None}
+MODELS = 16
+
+
+@pytest.fixture(scope="module")
+def truths() -> dict[str, dict[str, torch.Tensor]]:
+    """Of three families, each measured once."""
+    ids = families.make_ids(8)
+    return {name: families.measure_models(families.FAMILIES[name](64, 3), ids, MODELS, seed(5)) for name in ("gpt2", "qwen3", "gemma2")}
+
+
+HOW: dict[str, Any] = {"tokens": families.make_ids(8), "samples": 64, "progress": False}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma2"])
+def test_models_of_transformers_lie_in_the_prediction(truths, name):
+    """The other families, and larger models: tests/hf/families.py."""
+    scores = families.score(truths[name], predict(families.FAMILIES[name](64, 3), **HOW, seed=seed(6)))
+    assert families.find_worst(scores) < families.find_limit(scores, MODELS)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "gemma2"])
+def test_a_wrong_ingredient_is_rejected(truths, name):
+    wrong = families.predict_wrong(name, families.FAMILIES[name](64, 3), **HOW, seed=seed(7))
+    assert wrong
+    for prediction in wrong.values():
+        scores = families.score(truths[name], prediction)
+        assert families.find_worst(scores) > families.find_limit(scores, MODELS)
+
+
+def test_every_family_has_a_config_to_check():
+    made = {name: make(16, 2) for name, make in families.FAMILIES.items()}
+    assert {config.model_type for config in made.values()} == set(FAMILIES)
+    for config in made.values():
+        assert len(describe_network(config, 8).blocks) == 2
+
+
+def test_tokens_share_what_they_have_in_common():
+    """Covariance of an entry: of the token's row if the ids agree, of the position, of the type. Padding has no row."""
+    table = TextEmbedding(2.0, 10, padding=1, positions=3.0, most=4, types=0.5)
+    V = table.covariance(torch.tensor([5, 1, 5, 1]))
+    assert V.tolist() == [[13.25, 0.25, 4.25, 0.25], [0.25, 9.25, 0.25, 0.25], [4.25, 0.25, 13.25, 0.25], [0.25, 0.25, 0.25, 9.25]]
+    kept = TextEmbedding(2.0, 10, padding=1, positions=3.0, most=4, types=0.5, keeps_padding=True)
+    assert kept.covariance(torch.tensor([5, 1, 5, 1]))[1, 1] == 0.25
+
+
+def test_a_given_covariance_is_where_tokens_start():
+    V = equicorrelated(4, 0.3, variance=4.0)
+    for config in (LlamaConfig(**TINY), GPT2Config(**SMALL, n_head=2)):  # by covariances, by tokens
+        prediction = predict(config, V, samples=3, dtype=torch.float64)
+        torch.testing.assert_close(prediction.rho[0], torch.full((3,), 0.3, dtype=torch.float64))
+        torch.testing.assert_close(prediction.length[0], torch.full((3,), 2.0, dtype=torch.float64))
+        assert prediction.info["tokens_given_as"] == "covariance"
+
+
+def test_ids_and_a_number_of_distinct_tokens_are_the_same():
+    config = LlamaConfig(**TINY, pad_token_id=1)
+    one, other = predict(config, 4, samples=3), predict(config, [0, 2, 3, 4], samples=3)
+    assert torch.equal(one.rho, other.rho)
+    assert not torch.equal(one.rho, predict(config, np.array([0, 2, 3, 2]), samples=3).rho)
+
+
+def test_threads_do_not_change_a_bit():
+    config = BertConfig(**TINY)
+    one, other = (predict(config, 4, samples=20, seed=3, threads=threads) for threads in (1, 3))
+    for name in families.QUANTITIES:
+        assert torch.equal(getattr(one, name), getattr(other, name))
+    assert one.rho.shape == (3, 20)
+    assert one.entropy.shape == (2, 20)
+    assert not torch.equal(one.rho, predict(config, 4, samples=20, seed=4).rho)
+
+
+def test_a_prediction_is_saved_and_loaded(tmp_path):
+    found = predict(LlamaConfig(**TINY), 4, samples=3)
+    found.save(tmp_path / "found.npz")
+    again = Prediction.load(tmp_path / "found.npz")
+    assert again.info == found.info
+    for name in families.QUANTITIES:
+        assert torch.equal(getattr(again, name), getattr(found, name))
+        mean, error = again.mean(name)
+        assert torch.equal(mean, getattr(found, name).mean(1))
+        torch.testing.assert_close(error, getattr(found, name).std(1) / 3**0.5)
+    with refused("quantity must be one of rho", "'x'"):
+        found.mean("x")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "found.npz").read_bytes()[:-200])
+    np.savez(tmp_path / "other.npz", rho=np.zeros(3))
+    for name in ("cut.npz", "other.npz", "missing.npz"):
+        with refused("path must be a file that Prediction.save wrote", name):
+            Prediction.load(tmp_path / name)
+
+
+ROPES = [
+    {"rope_type": "default", "rope_theta": 300.0},
+    {"rope_type": "linear", "rope_theta": 300.0, "factor": 4.0},
+    families.LLAMA3 | {"rope_theta": 300.0},
+    {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_frequencies_are_those_of_transformers(rope):
+    config = LlamaConfig(**TINY, max_position_embeddings=64, rope_parameters=dict(rope))
+    module = LlamaModel(config).rotary_emb
+    frequencies, factor = read_rope(config, 8)
+    torch.testing.assert_close(torch.tensor(frequencies), module.inv_freq, atol=0.0, rtol=1e-6)
+    assert factor == pytest.approx(module.attention_scaling**2)
+
+
+def test_the_deviation_of_a_truncated_normal():
+    for cutoff in (1.0, 2.0, 3.0):
+        assert truncated_std(cutoff) == pytest.approx(distributions.truncnorm(-cutoff, cutoff).std(), rel=1e-9)
+    assert truncated_std(None) == truncated_std(3.0)
+
+
+def test_configs_are_read_from_files_and_folders(tmp_path):
+    config = ShapedConfig(**TINY, max_position_embeddings=8)
+    config.save_pretrained(tmp_path / "model")
+    by_object = predict(config, 4, samples=2)
+    for place in (tmp_path / "model", str(tmp_path / "model" / "config.json")):
+        found = predict(place, 4, samples=2)
+        assert torch.equal(found.rho, by_object.rho)
+        assert found.info["name"] == "model"
+    assert by_object.info["name"] == "shaped"
+
+
+def test_example_configs_are_what_they_say():
+    places = sorted((Path(__file__).parents[2] / "examples" / "configs").glob("*.json"))
+    assert len(places) >= 7
+    for place in places:
+        entries = json.loads(place.read_text())
+        config = AutoConfig.for_model(**entries)
+        assert describe_network(config, 4).width == config.hidden_size
+    entries = json.loads((places[0].parent / "llama-3.1-405b.json").read_text())
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    assert [entries[key] for key in sizes] == [126, 16384, 128, 8, 53248]
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["must be JSON"]),
+        ("[]", ["must be a JSON object"]),
+        ("{}", ["must have model_type"]),
+        (json.dumps(GPT2 | {"model_type": "mamba"}), ["model_type must be one of bert, ", "'mamba'"]),
+        (json.dumps({"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2}), ["must have num_hidden_layers"]),
+        (json.dumps({"model_type": "gpt2", "n_layer": 2, "n_head": 2}), ["must have hidden_size"]),
+        (json.dumps(GPT2 | {"n_embd": "many"}), ["must be a config of gpt2", "n_embd"]),
+        (json.dumps(GPT2 | {"n_embd": 0}), ["hidden_size must be at least 1", "0"]),
+    ],
+)
+def test_bad_files_are_refused_by_the_field(tmp_path, text, words):
+    (tmp_path / "config.json").write_text(text)
+    with refused(*words):
+        predict(tmp_path, 4, samples=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (MixtralConfig(**TINY), ["model_type must be one of", "'mixtral'"]),
+        (LlamaConfig(**TINY | {"hidden_act": "quick_gelu"}), ["hidden_act must be one of relu", "'quick_gelu'"]),
+        (LlamaConfig(**TINY | {"num_key_value_heads": 3}), ["num_key_value_heads must divide", "3"]),
+        (LlamaConfig(**TINY, initializer_range=0.0), ["initializer_range must be positive", "0"]),
+        (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), ["rope_type", "'dynamic'"]),
+        (
+            Qwen2Config(**TINY, num_key_value_heads=1, layer_types=["full_attention", "chunked_attention"]),
+            ["layer_types", "'chunked_attention'", "layer 1"],
+        ),
+        (
+            GPT2Config(**SMALL, n_head=2, add_cross_attention=True),
+            ["add_cross_attention must not be set"],
+        ),
+        (GPT2Config(**SMALL, n_head=3), ["num_attention_heads must divide hidden_size, 16", "3"]),
+        (Gemma2Config(**TINY, use_bidirectional_attention=True), ["use_bidirectional_attention must not be set"]),
+        (RobertaConfig(**TINY, max_position_embeddings=5), ["tokens must be at most 3", "4"]),
+        (ViTConfig(hidden_size=16, num_attention_heads=2, image_size=4, patch_size=8), ["patch_size must be at most image_size", "8"]),
+        ("missing/config.json", ["config must be a folder", "missing/config.json"]),
+        (3, ["config must be a transformers config", "int"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_is_not_in_the_prediction_is_refused(config, words):
+    with refused(*words):
+        predict(config, 4, samples=2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (1, ["tokens must be at least 2", "1"]),
+        (30, ["tokens must be at most the config's vocab_size, 20", "30"]),
+        ([0, 20], ["tokens must be ids from 0 to 19", "20"]),
+        ([0, -1], ["tokens must be ids from 0 to 19", "-1"]),
+        ([0.5, 1.5], ["tokens must be a number, ids [m] or a covariance", "[2]"]),
+        ([[1.0, 2.0], [2.0, 1.0]], ["tokens must be positive semi-definite"]),
+        (equicorrelated(17, 0.1), ["tokens must be a covariance of at most 16 tokens", "17"]),
+    ],
+    ids=str,
+)
+def test_bad_tokens_are_refused(tokens, words):
+    with refused(*words):
+        predict(LlamaConfig(**TINY), tokens, samples=2)
+
+
+def test_other_bad_arguments_are_refused():
+    config = LlamaConfig(**TINY)
+    for name, value in (("samples", 0), ("seed", -1), ("threads", 0), ("dtype", torch.float16), ("device", "nowhere")):
+        with refused(f"{name} must"):
+            predict(config, 4, **{name: value})
+    with refused("tokens must be a number or a covariance for a vision model"):
+        predict(ViTConfig(hidden_size=16, num_attention_heads=2), [1, 2])
