@@ -71,7 +71,7 @@ class Run:
         if len(self.data.rows("valid")) < settings.batch:
             raise ValueError(f"batch must be at most the rows of the test text, {len(self.data.rows('valid'))}, got {settings.batch}")
         self.test = self.objective.batches(self.data, "valid", settings, seed=0, **order)  # the same for every run
-        self.model = build_model(settings, self.objective.model, self.data)
+        self.model = build_model(settings, self.objective.model, self.data.vocab, self.data.length)
         self.schedule = StepSchedule(
             lr=settings.learning_rate,
             factors={

@@ -16,18 +16,18 @@ from shaped.train.run.checkpoint import writing_tensors
 from shaped.train.run.settings import DEFAULTS, Settings, find_parts
 
 
-def build_model(settings: Settings, model: Any, data: Data) -> Any:
-    """A model of this class at initialisation: a function of the settings, their seed and the data's sizes."""
+def build_model(settings: Settings, model: Any, vocab: int, length: int) -> Any:
+    """A model of this class at initialisation: a function of the settings and their seed."""
     parts = find_parts(settings.model, settings.schedule, settings.embedding_norm)
     # A vanilla model has no setting for its temperature. With QK-norm it has the usual one.
     usual = settings.qk_norm and "shaping" not in parts
     config = ShapedConfig(
-        vocab_size=data.vocab,
+        vocab_size=vocab,
         hidden_size=settings.width,
         num_hidden_layers=settings.depth,
         num_attention_heads=settings.heads,
         intermediate_size=settings.hidden,
-        max_position_embeddings=data.length,
+        max_position_embeddings=length,
         positions=settings.positions,
         rope_base=settings.rope_base,
         block=settings.model,
