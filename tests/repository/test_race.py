@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from shaped.train.run.settings import PRESETS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -67,3 +69,11 @@ def test_a_record_with_other_settings_is_refused(race: ModuleType):
     assert race.find_loss(known, "recover-0.001", {"lr": 1e-3, "steps": 4000}) == pytest.approx(5.065, abs=1e-3)
     with pytest.raises(ValueError, match=r"recover-0\.001 must have been made with steps = 20, got 4000"):
         race.find_loss(known, "recover-0.001", {"steps": 20})
+
+
+def test_the_preset_is_the_best_arm(race: ModuleType):
+    known = race.read_known()
+    losses = {name: run.result.test_loss for name, run in known.items() if run.result is not None and run.settings["steps"] == 4000}
+    assert min(losses, key=losses.__getitem__).startswith("recover-qk-")
+    tuned = race.tune("recover-qk", lambda name, settings: race.find_loss(known, name, race.TUNING | settings))
+    assert tuned == pytest.approx(PRESETS["best"])

@@ -126,10 +126,10 @@ def read_examples(name: str, part: str, folder: Path | None) -> list[Example]:
 
 
 def encode(texts: list[Example], tokenizer: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens and mask, padded to `length`, and labels."""
+    """Tokens and mask, padded on the right to `length`, and labels. Positions count from the left, so that a text begins at 0."""
     firsts, seconds = [text[0] for text in texts], [text[1] for text in texts]
     pairs = (firsts,) if seconds[0] is None else (firsts, seconds)
-    made = tokenizer(*pairs, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    made = tokenizer(*pairs, padding="max_length", padding_side="right", truncation=True, max_length=length, return_tensors="pt")
     return made["input_ids"], made["attention_mask"].bool(), torch.tensor([text[2] for text in texts])
 
 

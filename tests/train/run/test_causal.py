@@ -16,6 +16,7 @@ from refusals import refused
 from shaped.figures.harness.page import NoData
 from shaped.figures.shared import runs as pages
 from shaped.files import read_json, write_sealed
+from shaped.kernels import chunked_cross_entropy
 from shaped.train import glue
 from shaped.train.data import prepare as data
 from shaped.train.data.prepared import load_data
@@ -92,6 +93,19 @@ def test_bits_a_byte_are_those_of_the_text(causal: Settings):
     assert line["bits_per_byte"] == pytest.approx(line["loss"] * 60 * (LENGTH - 1) / size / math.log(2), rel=1e-12)
 
 
+def test_a_test_loss_computes_no_gradients(causal: Settings, monkeypatch: pytest.MonkeyPatch):
+    """The chunked cross-entropy would compute them with the loss. Settings without a use are named."""
+    said: list[str] = []
+    run = Run(replace(causal, dyt_alpha=0.3), 0, 1, said.append, False, StepperCache())
+    assert said == ["this model has no use for dyt_alpha"]
+    compute, wanted = chunked_cross_entropy.compare_logits, []
+    monkeypatch.setattr(chunked_cross_entropy, "compare_logits", lambda *given: wanted.append(given[2]) or compute(*given))
+    with run.stepper.forward_context():
+        expected = run.stepper.loss(*(tensor[0] for tensor in run.test.chunk(0, 1))).item()
+    assert run.evaluate(1) == expected
+    assert wanted == [True, False]
+
+
 def test_bits_a_byte_are_left_out_where_they_are_not_known(causal: Settings, tmp_path: Path):
     short = replace(causal, steps=4, warmup=1, evaluate_every=4)
     quiet(replace(short, borders="respect", out=tmp_path / "respect"))  # the first tokens of documents are not predicted
@@ -142,6 +156,9 @@ def test_it_is_fine_tuned_on_its_last_token(causal: Settings, tmp_path: Path):
         (tmp_path / "glue" / "RTE" / f"{part}.tsv").write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *rows]) + "\n")
     summary = glue.glue(causal.out, glue.GlueSettings("rte", seeds=(0,), epochs=4, lr=3e-3), tmp_path / "glue", log=lambda line: None)
     assert summary["accuracy"]["mean"] > 0.9
+    _, mask, _ = glue.encode([("ba", "be", 0), ("ba be bi", "ba", 1)], AutoTokenizer.from_pretrained(causal.out), 8)
+    assert mask.sum(1).tolist() == [4, 6]
+    assert mask[:, 0].all()  # texts begin at position 0, as in training, though the run's tokenizer pads on the left
 
 
 @pytest.mark.parametrize(

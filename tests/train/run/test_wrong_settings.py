@@ -37,7 +37,7 @@ def test_the_recipe_that_won_is_the_default_and_the_papers_a_preset(tmp_path: Pa
         Settings.from_toml(path, preset="paper")
     assert PRESETS["paper"] == paper
     best = Settings.of(places | {"preset": "best"})
-    assert recipe(best) == won | {"lr": 1e-3, "embedding_lr": 5.0}
+    assert recipe(best) == won | {"lr": 4e-3, "embedding_lr": 1.25}
     assert best.qk_norm
 
 
@@ -50,6 +50,21 @@ def test_the_default_temperature_is_the_usual_one_with_qk_norm():
     assert "tau0" not in plain.to_toml()
     assert find_differences(replace(plain, tau0=0.01), plain) == []
     assert find_differences(replace(plain, tau0=0.02), plain) == ["tau0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "unused"),
+    [
+        ({"norm": "rms", "dyt_alpha": 0.3, "shaping_lr": 2.0}, ["norm", "dyt_alpha", "shaping_lr"]),
+        ({"norm": "rms", "embedding_norm": True, "gamma": 0.3, "tau0": 0.1}, []),
+        ({"model": "preln", "norm": "rms", "gamma": 0.3, "tau0": 0.1}, ["gamma", "tau0"]),
+        ({"model": "dyt", "norm": "rms", "dyt_alpha": 0.3, "embedding_norm": True}, ["norm"]),
+        ({"model": "vanilla", "schedule": "learn", "gain_lr": 2.0, "qk_norm": True}, ["schedule"]),
+        ({"objective": "causal", "borders": "respect", "positions": "rope", "rope_base": 500.0}, []),
+    ],
+)
+def test_settings_that_a_model_ignores_are_named(given: dict[str, Any], unused: list[str]):
+    assert Settings.of({"data": "d", "out": "o"} | given).find_unused() == unused
 
 
 def test_a_study_may_have_a_preset(tmp_path: Path):

@@ -87,6 +87,8 @@ class Run:
         self._before = 0.0  # seconds that earlier commands spent, up to the checkpoint
         self._losses: list[float] = []  # of the last steps, at most `log_every`
         self.step, written = self._resume()
+        if unused := settings.find_unused():
+            log(f"this model has no use for {', '.join(unused)}")
         if rank == 0:  # only now: a run that cannot begin leaves no settings
             write_settings(settings)
         self.metrics = Metrics(self.out, self.step, settings.tensorboard, log, written) if rank == 0 else None
@@ -144,7 +146,8 @@ class Run:
         for first in range(0, count, self.config.chunk):
             chunk = self.test.chunk(first, min(self.config.chunk, count - first))
             for batch in zip(*chunk, strict=True):
-                with self.stepper.forward_context():  # not no_grad, for which everything would be compiled again
+                # Without gradients, unless the loss is compiled: it would be compiled again.
+                with self.stepper.forward_context(), torch.set_grad_enabled(self.config.compile != "off"):
                     total += self.stepper.loss(*batch).detach()
         average(total)
         return float(total) / count

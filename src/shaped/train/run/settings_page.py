@@ -28,7 +28,8 @@ COLUMNS = ("option", "key", "default", "values", "affects", "used by", "what it 
 def write_page() -> str:
     """The page as Markdown: a table by topic."""
     parts = [HEAD, *(f"- **{name}**: {about}." for name, about in AFFECTS.items()), ""]
-    parts += ['"Used by" names the part of the model, the schedule or the objective that reads the setting; models without it ignore it.']
+    parts += ['"Used by" names the part of the model, the schedule or the objective that reads the setting.']
+    parts += ["Models without it ignore the setting, and the run says so."]
     parts += ["Only `shaped` has shaping, and so a schedule; `shaped` and `vanilla` have gains, `preln`, `postln` and `dyt` have none."]
     parts += ["`preln` and `postln` have norms; so has every model but `dyt` with `--embedding-norm`.", "`dyt` has DyT."]
     parts += ["A setting of another objective, and `rope_base` without rope, are refused.", "Numbers must be finite in float32.", ""]
