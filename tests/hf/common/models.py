@@ -79,3 +79,15 @@ class PreLN(Common, GenerationTesterMixin, unittest.TestCase):
 
     all_model_classes = (ShapedModel, ShapedForCausalLM)
     settings: ClassVar[dict[str, Any]] = {"is_decoder": True, "block": "preln"}
+
+
+class Rotary(Decoder):
+    settings: ClassVar[dict[str, Any]] = Decoder.settings | {"positions": "rope", "qk_norm": True, "qk_gain": True}
+
+
+class RMSNorm(PreLN):
+    settings: ClassVar[dict[str, Any]] = PreLN.settings | {"norm": "rms", "positions": "rope", "qk_norm": True, "qk_gain": True}
+
+
+class DyT(PreLN):
+    settings: ClassVar[dict[str, Any]] = PreLN.settings | {"block": "dyt", "qk_norm": True, "embedding_norm": True}
