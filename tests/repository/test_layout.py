@@ -54,6 +54,12 @@ def test_files_and_folders_are_small():
     assert find_large(files) == []
 
 
+def test_names_of_test_files_are_unique():
+    """The folders of tests are no packages, so that pytest stops at two files of one name when it collects them together."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_modules_import_each_other_without_cycles():
     graph = read_imports(ROOT / "src")
     assert len(graph) > 100
