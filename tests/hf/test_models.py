@@ -276,6 +276,15 @@ def test_a_classifier_wants_to_know_which_tokens_are_padding():
         made(ShapedForSequenceClassification)(tokens(), attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_causal_classifier_does_not_see_padding(side):
+    """Nor by the tokens' positions: the tokenizers of causal runs pad on the left."""
+    model, ids = made(ShapedForSequenceClassification, is_decoder=True).double(), tokens()
+    pads = (4, 0) if side == "left" else (0, 4)
+    padded, mask = (torch.nn.functional.pad(x, pads) for x in (ids, torch.ones_like(ids)))
+    assert (model(padded, attention_mask=mask).logits - model(ids).logits).abs().max() < 1e-10
+
+
 def test_packed_sequences_may_be_more_tokens_than_positions():
     model, ids = made(ShapedForCausalLM).double(), tokens(batch=1, length=36)
     positions = torch.arange(12).repeat(3)[None]

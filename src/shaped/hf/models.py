@@ -354,6 +354,9 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
+        if self.config.is_decoder and position_ids is None and attention_mask is not None and attention_mask.ndim == 2:
+            # The tokenizers of causal runs pad on the left: a text begins at position 0 all the same.
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.classifier(self.pool(outputs.last_hidden_state, attention_mask))
         loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
