@@ -9,6 +9,7 @@ from torch import Tensor
 from shaped.nn.activations.relu import he_constant as he_constant
 from shaped.nn.activations.relu import shaped_relu as shaped_relu
 from shaped.nn.attention import shaped_attention as shaped_attention
+from shaped.nn.rotary import turn_pairs
 
 RMS_EPS = 1e-6
 """What is added to the mean square, so that a vector of zeros stays zero."""
@@ -42,9 +43,7 @@ def attention_matrix(
 def rotate(x: Float[Tensor, "*batch m k"], frequencies: Float[Tensor, " pairs"]) -> Float[Tensor, "*batch m k"]:
     r"""RoPE: the pair (i, i + k/2) of the features of token $\alpha$ turned by the angle $\alpha\,\theta_i$ (Su et al. 2021)."""
     angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequencies.to("cpu", torch.float64)
-    cos, sin = angle.cos().to(x), angle.sin().to(x)
-    one, other = x.chunk(2, -1)
-    return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
+    return turn_pairs(x, angle.cos().to(x), angle.sin().to(x))
 
 
 def layer_norm(X: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:

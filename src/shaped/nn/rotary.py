@@ -39,5 +39,10 @@ def check_rope(positions: str, rope_base: float, key_width: int) -> None:
 def rotate(x: Float[Tensor, "batch heads m E"], rotation: Rotation) -> Float[Tensor, "batch heads m E"]:
     """Rotates features i and i + E/2 by the i-th angle of their token: the layout of transformers' Llama. Computed in float32."""
     cos, sin = (table[:, None] for table in rotation)
+    return turn_pairs(x, cos, sin).to(x.dtype)
+
+
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Features i and i + E/2 of x, [..., E], turned by angles with these cosines and sines, [..., E/2]."""
     first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
