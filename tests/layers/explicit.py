@@ -25,6 +25,7 @@ from shaped.testing.stats import assert_same_moments, generator, random_covarian
 M, N = 3, 16
 V0 = random_covariance(M, 50)
 BIAS = torch.tensor([[0.0, 1.0, -1.0], [0.5, 0.0, float("-inf")], [0.3, -0.2, 0.1]], dtype=torch.float64)
+ONE_TOKEN = torch.eye(M, dtype=torch.bool)[[0, 0, 1, 1]][:, None].expand(4, M, M)  # heads of a group see the same token
 ALIBI = 4.0 * shaped.alibi(M, 4)
 
 LN, RMS, DYT = Norm("layer", eps=1.0, gain=1.5), Norm("rms", eps=1.0, gain=1.5), Norm("dyt", gain=1.4, alpha=0.8)
@@ -51,7 +52,8 @@ BLOCKS: dict[str, shaped.Layer] = {
         attention(key_heads=1, weights=BIASED, mask="causal", rope=rope_frequencies(2, 3.0)), norm=LN, lam=0.3
     ),
     "ALiBi, grouped": ResidualBlock(attention(key_heads=2, weights=WEAK, mask=ALIBI), norm=RMS, lam=0.3),
-    "window, soft cap": ResidualBlock(attention(mask="causal", window=2, softcap=1.0, scale=1.0), norm=RMS, lam=0.3),
+    "grouped, a mask for each head": ResidualBlock(attention(key_heads=2, mask=ONE_TOKEN), norm=RMS, lam=0.3),
+    "window, soft cap": ResidualBlock(attention(mask="causal", window=2, softcap=1.5, scale=0.08), norm=RMS, lam=0.3),
     "QK-norm of a head": ResidualBlock(attention(qk_norm=Norm("rms", eps=5.0, gain=1.5), rope=10.0), norm=RMS, lam=0.3),
     "QK-norm of all heads": ResidualBlock(attention(key_heads=2, qk_norm=LN, qk_norm_over="all", scale=1.0), lam=0.3),
     "shaped": ResidualBlock(attention(key_heads=2, mask=ALIBI, gamma1=0.9, gamma2=0.7), lam=0.3),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from explicit import ALIBI, BLOCKS, LN, RMS, V0, M, N, attention, draw_explicit, draw_law, feedforward
+from explicit import ALIBI, BLOCKS, LN, ONE_TOKEN, RMS, V0, M, N, attention, draw_explicit, draw_law, feedforward
 from torch import Tensor, nn
 
 import shaped
@@ -19,8 +19,8 @@ from shaped.randomness import Stream
 from shaped.testing.stats import KS_AT_Z, assert_rejected, assert_same_moments, generator, random_covariance
 
 NETWORKS = 8_000
-MORE = {"attention, biases": 20_000, "SwiGLU, norm and post": 30_000}  # for blocks whose options have small effects
-CPU = torch.device("cpu")
+# more for blocks whose options have small effects
+MORE = {"attention, biases": 20_000, "window, soft cap": 20_000, "SwiGLU, norm and post": 30_000}
 
 
 @cache
@@ -68,7 +68,9 @@ def change(name: str, **options: Any) -> shaped.Layer:
         ("multi-query, rotary in part, biases", {"rope": None}),
         ("ALiBi, grouped", {"mask": ALIBI[[0, 0, 1, 1]]}),
         ("window, soft cap", {"window": 3}),
-        ("window, soft cap", {"softcap": 1.05}),
+        ("window, soft cap", {"softcap": 1.575}),
+        ("window, soft cap", {"scale": 0.084}),
+        ("grouped, a mask for each head", {"mask": ONE_TOKEN[[0, 2, 1, 3]]}),
         ("QK-norm of a head", {"qk_norm": Norm("rms", eps=5.25, gain=1.5)}),
         ("QK-norm of a head", {"qk_norm": Norm("rms", eps=5.0, gain=1.575)}),
         ("QK-norm of all heads", {"qk_norm_over": "head"}),
@@ -106,7 +108,9 @@ def test_a_deep_network_has_the_law_of_explicit_weights():
         one, other = draw_explicit(layer, 1500, 54, d=4), draw_law(layer, path_of(layer), 6000, 55, d=4)
         allowed = KS_AT_Z * (1 / len(one) + 1 / len(other)) ** 0.5
         assert find_distance(one, other) < allowed
-        wrong = replace(layer.layers[1], gamma=1.2)
+        _, feed_forward = layer.layers
+        assert isinstance(feed_forward, ResidualBlock)
+        wrong = replace(feed_forward, gamma=1.2)
         assert find_distance(one, draw_law(layer.layers[0] >> wrong, path_of(layer), 6000, 55, d=4)) > allowed
 
 
@@ -121,7 +125,7 @@ def find_distance(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("name", ["grouped, rotary", "SwiGLU, norm and post"])
 def test_drawing_in_parts_keeps_the_law(name, monkeypatch):
     whole = draw_law(BLOCKS[name], "gram", 20_000, 56)
-    monkeypatch.setattr("shaped.layers.branches.CACHE", 16)  # 5 hidden features
+    monkeypatch.setattr("shaped.layers.branches.CACHE", 48)  # 16 of 24 hidden features
     monkeypatch.setattr("shaped.layers.attention_branch.CACHE", 8)  # one group of heads
     assert_same_moments(draw_law(BLOCKS[name], "gram", 500, 57), whole)
 
@@ -182,8 +186,8 @@ def test_activations():
 
 def test_the_entropy_of_even_attention_is_the_logarithm_of_what_is_seen():
     even = {name: Weights(0.0) for name in ("query", "key", "value", "output")}
-    for options, seen in (({}, [3, 3, 3]), ({"mask": "causal"}, [1, 2, 3]), ({"mask": "causal", "window": 2}, [1, 2, 2])):
-        drawn = draw_law(ResidualBlock(attention(weights=even, **options)), "gram", 2, 63)
+    for mask, window, seen in ((None, None, [3, 3, 3]), ("causal", None, [1, 2, 3]), ("causal", 2, [1, 2, 2])):
+        drawn = draw_law(ResidualBlock(attention(weights=even, mask=mask, window=window)), "gram", 2, 63)
         assert torch.allclose(drawn[:, -1], torch.tensor(seen, dtype=torch.float64).log().mean())
     watched: dict[str, Tensor] = {}
     stream = Stream(0, 0, dtype=torch.float64, device=CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ from shaped.nn.random_blocks import RandomSelfAttention
 from shaped.randomness import Stream
 
 Queries = Float[Tensor, "batch groups m share width"]
+Matrices = Float[Tensor, "batch groups m share m"]
 Keys = Float[Tensor, "batch groups m width"]
 
 
@@ -75,8 +77,9 @@ class AttentionBranch(Branch):
             check_weights(name, getattr(self, name))
         if self.key_heads is not None and heads % whole_number("key_heads", self.key_heads):
             raise ValueError(f"key_heads must divide the number of heads, {heads}, got {self.key_heads}")
-        self._set(scale=width**-0.5 if self.scale is None else finite("scale", self.scale))
-        self._set(mask=check_mask(self.mask, heads))
+        if self.scale is not None:
+            finite("scale", self.scale)
+        object.__setattr__(self, "mask", check_mask(self.mask, heads))
         if self.window is not None:
             whole_number("window", self.window)
             if not isinstance(self.mask, str):
@@ -89,13 +92,9 @@ class AttentionBranch(Branch):
         if self.qk_norm is None and self.qk_norm_over != "head":
             raise ValueError(f"qk_norm_over must be left out without qk_norm, got {self.qk_norm_over!r}")
         if self.rope is not None:
-            self._set(rope=check_rope(self.rope, width))
+            object.__setattr__(self, "rope", check_rope(self.rope, width))
         for name in ("gamma1", "gamma2"):
             in_range(name, getattr(self, name), -1e18, 1e18)
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         """The arguments that are not the defaults, on one line."""
@@ -159,9 +158,9 @@ class AttentionBranch(Branch):
             q = normalise_heads(q, self.qk_norm, self.qk_norm_over)
         return q if self.rope is None else rotate(q, self.frequencies)
 
-    def attention(self, q: Queries, k: Keys, bias: Tensor) -> tuple[Queries, Entropy]:
+    def attention(self, q: Queries, k: Keys, bias: Float[Tensor, "groups m share m"]) -> tuple[Matrices, Entropy]:
         """A of each head, and the sum of the entropies of all rows of the softmax."""
-        logits = (q.flatten(2, 3) @ k.mT).mul_(self.scale)
+        logits = (q.flatten(2, 3) @ k.mT).mul_(self.factor)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         logits = logits.unflatten(2, q.shape[2:4])
@@ -189,6 +188,11 @@ class AttentionBranch(Branch):
         return self.heads // self.groups
 
     @property
+    def factor(self) -> float:
+        """Of the logits."""
+        return self.head_width**-0.5 if self.scale is None else self.scale
+
+    @property
     def frequencies(self) -> tuple[float, ...]:
         """By which pairs of features are rotated."""
         assert self.rope is not None
@@ -202,7 +206,7 @@ class AttentionBranch(Branch):
             self.groups,
             self.head_width,
             *pairs,
-            scale=self.scale,
+            scale=self.factor,
             mask=self.mask,
             window=self.window,
             softcap=self.softcap,
@@ -248,15 +252,14 @@ def cos_and_sin(m: int, frequencies: tuple[float, ...]) -> tuple[Tensor, Tensor]
     return angles.cos(), angles.sin()
 
 
-def check_rope(rope: Any, width: int) -> float | tuple[float, ...]:
+def check_rope(rope: object, width: int) -> float | tuple[float, ...]:
     """A base, or the frequencies as a tuple."""
-    if isinstance(rope, int | float) and not isinstance(rope, bool):
+    if isinstance(rope, bool) or not isinstance(rope, int | float | Iterable):
+        raise ValueError(f"rope must be a base or the frequencies of pairs of features, got {rope!r}")
+    if isinstance(rope, int | float):
         rope_frequencies(width, rope)
         return float(rope)
-    try:
-        frequencies = tuple(finite("rope", theta) for theta in rope)
-    except TypeError:
-        raise ValueError(f"rope must be a base or the frequencies of pairs of features, got {rope!r}") from None
+    frequencies = tuple(finite("rope", theta) for theta in rope)
     if not 1 <= len(frequencies) <= width // 2:
         raise ValueError(f"rope must have 1 to head_width/2 = {width // 2} frequencies, got {len(frequencies)}")
     return frequencies

@@ -40,7 +40,7 @@ class Weights:
         in_range("std", self.std, 0.0, 1e18)
         in_range("bias", self.bias, 0.0, 1e18)
 
-    def rows(self, L: Rows, n: int) -> Rows:
+    def rows(self, L: Covariance, n: int) -> Rows:
         r"""F with $F F^\top = \sigma^2 Y Y^\top + \sigma_b^2 11^\top$, for $Y Y^\top = n L L^\top$. $Y W + b$ has the law of F Z, Z normal.
 
         The bias is one more feature, which is the same for all tokens.
@@ -126,8 +126,8 @@ class FeedForwardBranch(Branch):
         return K
 
     def module(self, n: int, **draw: Any) -> nn.Module:
-        pairs = ((weights.std, weights.bias) for weights in (self.inner, self.outer))
-        return RandomMLP(n, self.hidden, *pairs, self.function, self.gated, **draw)
+        inner, outer = ((weights.std, weights.bias) for weights in (self.inner, self.outer))
+        return RandomMLP(n, self.hidden, inner, outer, self.function, self.gated, **draw)
 
 
 def check_weights(name: str, weights: object) -> None:

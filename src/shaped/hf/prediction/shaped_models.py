@@ -27,8 +27,9 @@ def describe_shaped(config: ShapedConfig, m: int) -> Network:
             ResidualBlock(feedforward, lam=start["lam_feedforward"], gamma=start["gamma_feedforward"]),
         )
     else:
-        place, norm = "norm" if block.place == "pre" else "after", describe_norm(block.norm_attention)
-        layers = ResidualBlock(attention, **{place: norm}), ResidualBlock(feedforward, **{place: norm})
+        norm = describe_norm(block.norm_attention)
+        places: dict[str, Any] = {"norm": norm} if block.place == "pre" else {"after": norm}
+        layers = ResidualBlock(attention, **places), ResidualBlock(feedforward, **places)
     std = config.choose_table_std()
     embedding = TextEmbedding(
         std,
@@ -49,7 +50,7 @@ def describe_norm(norm: nn.Module) -> Norm:
 
 def describe_attention(attention: ShapedSelfAttention) -> AttentionBranch:
     gamma1, gamma2 = (0.0, 0.0) if attention.shaping is None else attention.shaping.start
-    weights = {name: read_weights(getattr(attention, name)) for name in ("query", "key", "value", "output")}
+    weights: dict[str, Any] = {name: read_weights(getattr(attention, name)) for name in ("query", "key", "value", "output")}
     return AttentionBranch(
         attention.heads,
         attention.query.out_features // attention.heads,
