@@ -133,7 +133,7 @@ def test_drawing_in_parts_keeps_the_law(name, monkeypatch):
 def test_the_modules_draw_their_own_weights():
     layer = BLOCKS["parallel"]
     x = torch.randn(M, N, generator=generator(58), dtype=torch.float64)
-    same = [layer.module(N, generator=generator(59), dtype=torch.float64)(x) for _ in range(2)]
+    same = [layer.module(N, generator=torch.Generator().manual_seed(59), dtype=torch.float64)(x) for _ in range(2)]
     assert torch.equal(*same)
     testing.check_module(ResidualBlock(feedforward(), norm=RMS, lam=0.5), networks=1000, samples=10_000)
 
@@ -190,7 +190,7 @@ def test_the_entropy_of_even_attention_is_the_logarithm_of_what_is_seen():
         drawn = draw_law(ResidualBlock(attention(weights=even, mask=mask, window=window)), "gram", 2, 63)
         assert torch.allclose(drawn[:, -1], torch.tensor(seen, dtype=torch.float64).log().mean())
     watched: dict[str, Tensor] = {}
-    stream = Stream(0, 0, dtype=torch.float64, device=CPU)
+    stream = Stream(0, 0, dtype=torch.float64, device=torch.device("cpu"))
     ResidualBlock(feedforward()).advance_tokens(torch.zeros(2, M, N, dtype=torch.float64), Sizes(N), stream, watched)
     assert watched == {}
 
