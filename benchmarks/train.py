@@ -36,7 +36,8 @@ from shaped.train.step.config import StepConfig, StepSchedule
 from shaped.train.step.objectives.masked_lm import MaskedLoss
 from shaped.train.step.stepper import Stepper
 
-OWN = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
+OWN: dict[str, dict[str, Any]] = {"recover": {"schedule": "recover"}, "learn": {"schedule": "learn"}, "preln": {"block": "preln"}}
+OWN |= {f"{name}-qk": settings | {"qk_norm": True} for name, settings in OWN.items()}
 OTHERS = {"bert-graphs": "reduce-overhead", "bert": None}
 SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
 

@@ -38,6 +38,15 @@ def correlation(V: Matrix) -> Matrix:
     return rho
 
 
+def inverse_length(v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
+    """1/sqrt(v) of tokens' variances, and 0 for a token of length zero: normalised, it stays zero.
+
+    A variance below the dtype's smallest number to the power 3/4 counts as zero: `factor` raises a zero token's variance to the smallest
+    number, and some steps later it is a little larger.
+    """
+    return torch.where(v > torch.finfo(v.dtype).tiny ** 0.75, v.rsqrt(), 0.0)
+
+
 def effective_rank(V: Matrix) -> Float[Tensor, "*batch"]:
     r"""$\exp(-\sum_i p_i \log p_i)$ with $p_i$ the eigenvalues of V divided by their sum (Roy and Vetterli, 2007): from 1, where all tokens
     are parallel, to m, where they are orthogonal and of equal length."""
@@ -89,7 +98,7 @@ def match_layout(V: Shaped[Tensor, "batch m k"], like: Shaped[Tensor, "batch _ _
 
 def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) -> Float[Tensor, "*batch m l"]:
     """A @ B, fast for many small matrices too."""
-    if _is_for_blas(A):
+    if is_for_blas(A):
         return A @ B
     total = A[..., :, :1] * B[..., :1, :]
     for k in range(1, A.shape[-1]):
@@ -99,7 +108,7 @@ def product(A: Float[Tensor, "*#batch m k"], B: Float[Tensor, "*#batch k l"]) ->
 
 def lower_product(L: Float[Tensor, "*batch m m"], B: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch m k"]:
     """L @ B for a lower triangular L."""
-    if _is_for_blas(L):
+    if is_for_blas(L):
         return L @ B
     total = L[..., :, :1] * B[..., :1, :]
     for k in range(1, L.shape[-1]):
@@ -109,7 +118,7 @@ def lower_product(L: Float[Tensor, "*batch m m"], B: Float[Tensor, "*batch m k"]
 
 def product_lower(A: Float[Tensor, "*batch k m"], L: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*batch k m"]:
     """A @ L for a lower triangular L."""
-    if _is_for_blas(L):
+    if is_for_blas(L):
         return A @ L
     total = A[..., :, -1:] * L[..., -1:, :]
     for k in range(L.shape[-1] - 1):
@@ -119,7 +128,7 @@ def product_lower(A: Float[Tensor, "*batch k m"], L: Float[Tensor, "*batch m m"]
 
 def lower_gram(L: Float[Tensor, "*batch m m"]) -> Matrix:
     """L @ Lᵀ for a lower triangular L."""
-    if _is_for_blas(L):
+    if is_for_blas(L):
         return L @ L.mT
     total = L[..., :, :1] * L[..., None, :, 0]
     for k in range(1, L.shape[-1]):
@@ -127,7 +136,8 @@ def lower_gram(L: Float[Tensor, "*batch m m"]) -> Matrix:
     return total
 
 
-def _is_for_blas(A: Tensor) -> bool:
+def is_for_blas(A: Tensor) -> bool:
+    """Is one call of BLAS or LAPACK faster than a loop over the columns?"""
     return A.shape[-1] > FEW or A.numel() < SMALL
 
 
@@ -148,7 +158,7 @@ def factor(V: Matrix) -> Matrix:
     rounding errors in V. A matrix that is not finite gets a factor that is not finite.
     """
     unit = 4 * V.shape[-1] * torch.finfo(V.dtype).eps
-    if not _is_for_blas(V):
+    if not is_for_blas(V):
         return _cholesky_by_columns(V, unit)
     L, info = torch.linalg.cholesky_ex(V)
     pivots = L.diagonal(dim1=-2, dim2=-1).square()

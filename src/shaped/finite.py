@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from shaped import engine
 from shaped.checks import as_tensor, whole_number
-from shaped.covariance import Point, factor, gram
+from shaped.covariance import Point, factor, gram, is_for_blas
 from shaped.layers.base import Layer, Sizes, check_layer
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
@@ -31,6 +31,9 @@ class GramSteps(engine.PointProcess):
 
     def step(self, state: Point, stream: Stream) -> tuple[Point, None]:
         return self.layer.advance_gram(state, self.sizes, stream), None
+
+    def is_capturable(self, V0: Float[Tensor, "batch m m"]) -> bool:
+        return not is_for_blas(V0)  # else `factor` reads back whether tokens coincide
 
     def count_entries(self, m: int) -> int:
         return self.layer.count_entries(m)
@@ -57,8 +60,14 @@ class TokenSteps(engine.Process[Tensor]):
     def covariance(self, state: Tensor) -> Float[Tensor, "batch m m"]:
         return gram(state)
 
-    def select(self, choice: Bool[Tensor, " batch"], yes: Tensor, no: Tensor) -> Tensor:
-        return torch.where(choice[:, None, None], yes, no)
+    def pack(self, state: Tensor) -> Tensor:
+        return state
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        return packed
+
+    def is_capturable(self, V0: Float[Tensor, "batch m m"]) -> bool:
+        return not is_for_blas(V0)  # else `factor` reads back whether tokens coincide
 
     def count_entries(self, m: int) -> int:
         return max(m * self.sizes.n, self.layer.count_entries(m))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -113,6 +114,11 @@ class Stream(Normals):
             return torch.from_numpy(self._numpy.standard_normal(shape))
         return torch.randn(shape, generator=self._torch, dtype=self._dtype, device=self._device)
 
+    @property
+    def generator(self) -> torch.Generator:
+        """torch's generator, which a CUDA graph must know."""
+        return self._torch
+
     def bartlett(self, like: Float[Tensor, "batch _ _"], size: int, degrees: int) -> Float[Tensor, "batch {size} root"]:
         """T with T Tᵀ ~ Wishart(I, degrees), the law of Z Zᵀ for a size x degrees matrix Z of normals, at a cost independent of `degrees`.
 
@@ -128,9 +134,19 @@ class Stream(Normals):
         T = T.permute(2, 0, 1)
         return T if like.stride(0) == 1 else T.contiguous()
 
+    def rows(self, like: Float[Tensor, "batch _ _"], size: int, degrees: int) -> Float[Tensor, "batch {size} {degrees}"]:
+        """The matrix Z of normals that `bartlett` replaces, for a law that tells its columns apart."""
+        return self.matrices(like, size, degrees)
+
     def _gamma(self, shapes: Float[np.ndarray, " row"], count: int) -> Float[Tensor, "row {count}"]:
         """Gamma numbers with these shape parameters, `count` of each, in double precision."""
         if self._device.type == "cpu":
             return torch.from_numpy(self._numpy.standard_gamma(shapes[:, None], (len(shapes), count)))
-        wanted = torch.as_tensor(shapes, dtype=torch.float64, device=self._device)[:, None].expand(-1, count)
+        wanted = _copy_to_device(tuple(shapes), self._device)[:, None].expand(-1, count)
         return torch.ops.aten._standard_gamma(wanted, self._torch)  # torch.distributions takes no generator
+
+
+@lru_cache(maxsize=256)
+def _copy_to_device(numbers: tuple[float, ...], device: torch.device) -> Float[Tensor, " numbers"]:
+    """Copied once: while a CUDA graph is captured, nothing may be copied from the host."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device)

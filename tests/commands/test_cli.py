@@ -60,6 +60,24 @@ def test_simulate_takes_biases_of_heads(monkeypatch, capsys, tmp_path):
         assert said.count("\n") == 1
 
 
+def test_simulate_takes_qk_norm_and_rope(monkeypatch, capsys, tmp_path):
+    """Each of them changes the numbers, and both are refused where no layer has them."""
+    found = []
+    for given in ([], ["--qk-norm"], ["--rope", "100"], ["--qk-norm", "--rope", "100"]):
+        assert run(monkeypatch, *SMALL, "--tau0", "0.3", "--out", str(tmp_path), *given) == 0
+        summary = json.loads((tmp_path / "simulate.json").read_text())
+        assert summary["settings"]["qk_norm"] is ("--qk-norm" in given)
+        assert summary["settings"]["rope"] == (100.0 if "--rope" in given else None)
+        found.append(summary["rho"]["mean"])
+    assert len(set(found)) == 4
+    capsys.readouterr()
+    for given, words in ((["--qk-norm"], "qk_norm must be left out"), (["--rope", "100"], "rope must be left out")):
+        assert run(monkeypatch, *SMALL, "--layers", "feedforward,perceptron", "--out", str(tmp_path), *given) == 2
+        assert words in capsys.readouterr().err
+    assert run(monkeypatch, *SMALL, "--out", str(tmp_path), "--rope", "0.5") == 2
+    assert "rope must lie in" in capsys.readouterr().err
+
+
 def test_simulate_tells_the_step_and_the_share_that_stopped(monkeypatch, capsys, tmp_path):
     settings = ["simulate", "--layers", "attention", "--gamma", "0.7", "--tau0", "0.25", "--samples", "512", "--out", str(tmp_path)]
     assert run(monkeypatch, *settings, "--width", "512", "--depth", "96") == 0

@@ -172,6 +172,8 @@ for name, call, value in (
     ("centre", lambda x: shaped.ShapedAttention(0.5, centre=x), "no"),
     ("temperature", lambda x: shaped.ShapedAttention(0.5, temperature=x), 0),
     ("project", lambda x: shaped.ShapedAttention(0.5, project=x), 1),
+    ("qk_norm", lambda x: shaped.ShapedAttention(0.5, qk_norm=x), 1),
+    ("rope", lambda x: shaped.ShapedAttention(0.5, rope=x), "llama"),
     ("X", shaped.gram, "x"),
     ("V", shaped.correlation, None),
     ("dtype", lambda x: shaped.equicorrelated(3, 0.2, dtype=x), None),

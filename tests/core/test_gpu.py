@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shaped
+from shaped.engine import cuda_graph
 from shaped.testing.stats import KS_AT_Z, seed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -51,3 +52,19 @@ def test_same_seed_same_bits_on_the_gpu():
     V0 = shaped.equicorrelated(4, 0.2)
     one, two = (shaped.solve(BLOCK, V0, T=0.1, steps=5, samples=1000, seed=1, device="cuda") for _ in range(2))
     assert torch.equal(one.V, two.V)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_cuda_graph_changes_no_bit(name, monkeypatch):
+    """Some paths stop on the way, and the states at every step are compared."""
+
+    def run() -> shaped.Trajectory:
+        V0 = shaped.equicorrelated(4, 0.2)
+        return shaped.propagate(LAYERS[name], V0, n=32, d=40, samples=2000, seed=seed(92), device="cuda", upper=6.0)
+
+    captured = run()
+    monkeypatch.setattr(cuda_graph, "FEWEST", math.inf)
+    launched = run()
+    assert captured.stopped.isfinite().any()
+    assert torch.equal(captured.V, launched.V)
+    assert torch.equal(captured.stopped, launched.stopped)

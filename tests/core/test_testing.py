@@ -13,6 +13,7 @@ from shaped import testing
 from shaped.covariance import Point
 from shaped.engine import RunOptions
 from shaped.layers import ResidualLayer
+from shaped.layers.base import Sizes
 from shaped.layers.feedforward import ActivationDrift
 from shaped.layers.terms import WeightNoise
 from shaped.testing import law, limit
@@ -98,6 +99,8 @@ def test_a_layer_may_have_no_drift():
 def test_widths_fit_the_tokens_and_the_heads():
     testing.check_survival(shaped.ShapedFeedForward(0.8), m=5)
     testing.check_survival(shaped.ShapedAttention(0.8, heads=3))
+    assert law.find_width(shaped.ShapedAttention(0.8, heads=3, rope=100.0), 7) == 12  # 3 heads with keys of even width
+    assert law.find_key_width(shaped.ShapedAttention(0.8, rope=100.0), 12, 5) == 6
     for heads in (1, 8):
         testing.check_module(shaped.ShapedAttention(0.8, 0.4, heads=heads), networks=200, samples=2000)
 
@@ -105,7 +108,7 @@ def test_widths_fit_the_tokens_and_the_heads():
 def test_pairs_of_both_signs_remove_what_is_odd():
     """With a control little noise is left, so that few samples are enough. Unpaired, this number is 11."""
     layer, V = shaped.ShapedFeedForward(0.8, activation=shaped.ShapedGELU(0.7)), testing.random_covariance(3, 56)
-    one, other = (_branch_drifts(each, V, 256, 1000) for each in (layer, CONTROL))
+    one, other = (_branch_drifts(each, V, Sizes(256), 1000) for each in (layer, CONTROL))
     assert ((one - other).std(0) / layer.drift(V).abs().max()).max() < 1.0
 
 

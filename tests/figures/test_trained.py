@@ -84,6 +84,8 @@ def test_runs_are_told_apart_by_what_was_chosen_for_them():
     for model, schedule, name, values in (
         ("preln", "recover", "tau0", (0.1, 0.2)),
         ("preln", "recover", "gain_lr", (0.1, 1.0)),
+        ("preln", "recover", "dyt_alpha", (0.5, 0.25)),
+        ("shaped", "recover", "norm", ("layer", "rms")),
         ("vanilla", "recover", "tau0", (0.1, 0.2)),
         ("vanilla", "recover", "recover_steps", (100, 200)),
         ("shaped", "learn", "recover_steps", (100, 200)),
@@ -100,6 +102,14 @@ def test_runs_are_told_apart_by_what_was_chosen_for_them():
     for chosen in ({"gamma": 0.9}, {"settings": {"gain_lr": 0.0}}, {"settings": {"train_gains": False}}):  # the vanilla network has gains
         (row,) = table1.table1([replace(RUN, model="vanilla"), replace(RUN, model="vanilla", seed=1, test_loss=9.0, **chosen)])
         assert (row["seeds"], row["tried"], row["gamma"], row["tau0"]) == (1, 2, 0.1, None), chosen
+    arms = [
+        replace(RUN, model="preln", settings=settings)
+        for settings in ({}, {"norm": "rms"}, {"qk_norm": True}, {"norm": "rms", "qk_norm": True})
+    ]
+    names = ["preln", "preln-qk", "preln-rms", "preln-rms-qk", "recover-qk"]
+    rows = table1.table1([*arms, replace(RUN, settings={"qk_norm": True, "norm": "rms"})])
+    assert [row["name"] for row in rows] == names
+    assert [row["paper"] is None for row in rows] == [False, True, True, True, True]  # the paper's models have neither
     runs = [RunRecord("x", {"model": one, "schedule": "fixed"}, result=replace(RUN, model=one), glue=GLUE) for one in ("vanilla", "preln")]
     rows = table2(runs)
     assert [row["gamma"] for row in rows] == [0.1, None]

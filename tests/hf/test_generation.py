@@ -11,9 +11,9 @@ from shaped.hf import ShapedForCausalLM
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("block", ["shaped", "preln"])
-def test_generation_does_not_depend_on_the_cache(block, padded):
-    model = made(ShapedForCausalLM, block=block).double()
+@pytest.mark.parametrize("config", [{"block": "shaped"}, {"block": "preln"}, {"positions": "rope", "qk_norm": True}], ids=str)
+def test_generation_does_not_depend_on_the_cache(config, padded):
+    model = made(ShapedForCausalLM, **config).double()
     mask = PADDING.flip(-1) if padded else torch.ones_like(PADDING)
     settings = GenerationConfig(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
     without, dynamic, static = (
@@ -72,8 +72,9 @@ def test_generation_with_an_assistant_and_from_a_past():
     assert torch.equal(model.generate(ids, generation_config=settings, past_key_values=past), expected)
 
 
-def test_generation_from_embeddings_and_with_padding_on_the_left():
-    model, ids = made(ShapedForCausalLM).double(), tokens()
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_generation_from_embeddings_and_with_padding_on_the_left(positions):
+    model, ids = made(ShapedForCausalLM, positions=positions).double(), tokens()
     settings = GenerationConfig(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
     expected = model.generate(ids, generation_config=settings)
     embedded, mask = model.get_input_embeddings()(ids), torch.ones_like(ids)

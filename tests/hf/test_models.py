@@ -30,7 +30,7 @@ from shaped.nn import Recover, ShapedEncoder, gains
 from shaped.testing.stats import generator
 
 VOCABULARY, N, DEPTH, HEADS = 40, 32, 3, 4
-BLOCKS = ["shaped", "vanilla", "preln", "postln"]
+BLOCKS = ["shaped", "vanilla", "preln", "postln", "dyt"]
 
 
 def config(**kwargs):

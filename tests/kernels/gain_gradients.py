@@ -21,6 +21,7 @@ class Shape:
     width: int
     heads: int
     kept: int | None = None  # tokens that leave the block; all of them if None
+    qk_eps: float | None = None
 
 
 def find_relative_errors(shape: Shape, device: str, dtype: torch.dtype, learned: Gains[bool], generator: torch.Generator) -> Tensor:
@@ -38,7 +39,13 @@ def find_relative_errors(shape: Shape, device: str, dtype: torch.dtype, learned:
     weights = {name: draw(*size, std=size[1] ** -0.5) for name, size in sizes.items()}
     matrices = {name: Matrix(weight, torch.empty_like(weight)) for name, weight in weights.items()}
     exact_matrices = {name: Matrix(weight.double(), weight) for name, weight in weights.items()}
-    settings = {"heads": shape.heads, "scale": (n // shape.heads) ** -0.5, "side_stream": SideStream(), "last": True}
+    settings = {
+        "heads": shape.heads,
+        "scale": (n // shape.heads) ** -0.5,
+        "side_stream": SideStream(),
+        "last": True,
+        "qk_eps": shape.qk_eps,
+    }
     block, exact_block = Block(**matrices, **settings), Block(**exact_matrices, **settings)
     x, places = draw(shape.batch, shape.m, n), None
     if shape.kept is not None:

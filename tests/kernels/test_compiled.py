@@ -9,7 +9,7 @@ HALF_OF_HOPPER = 115_712  # bytes: of 228 KiB a multiprocessor, less 1 KiB a blo
 SINGLE = {
     f"{name}_ptr": "*fp32"
     for name in (
-        "lse",
+        "stats",
         "gamma1",
         "gamma2",
         "gain",
@@ -26,7 +26,9 @@ SINGLE = {
         "sums",
     )
 }
-NUMBERS = {"scale": "fp32"} | dict.fromkeys(("heads", "m", "size", "stride", "count1", "count2", "count3", "end1", "end2"), "i32")
+NUMBERS = {"scale": "fp32", "qk_eps": "fp32"} | dict.fromkeys(
+    ("heads", "m", "size", "stride", "count1", "count2", "count3", "end1", "end2"), "i32"
+)
 
 
 @needs_triton
@@ -37,7 +39,7 @@ def test_kernels_of_training(capability):
     from shaped.kernels.gpu import residual as residual_kernels
     from shaped.kernels.gpu import short_attention as short_kernels
 
-    sizes = {"D": 96, "M": 128, "C": 32, "S": short_attention.STAGES, "BLOCK": residual.BLOCK, "ACTIVATED": True}
+    sizes = {"D": 96, "M": 128, "C": 32, "S": short_attention.STAGES, "BLOCK": residual.BLOCK, "ACTIVATED": True, "qk_eps": None}
     for kernel in (short_kernels.short_attention_kernel, short_kernels.short_attention_backward_kernel):
         assert measure_shared_memory(kernel, sizes, capability, short_attention.choose_launch_options(128)) <= LEAST_SHARED
     for kernel in (
@@ -48,6 +50,17 @@ def test_kernels_of_training(capability):
         relu_kernels.relu_backward_kernel,
     ):
         assert measure_shared_memory(kernel, sizes, capability, {"num_warps": 8}) <= LEAST_SHARED
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_attention_with_qk_norm(capability):
+    from shaped.kernels import short_attention
+    from shaped.kernels.gpu import short_attention as kernels
+
+    sizes = {"D": 96, "M": 128, "C": 32, "S": short_attention.STAGES, "dgamma1_ptr": None, "dgamma2_ptr": None}
+    for kernel in (kernels.short_attention_kernel, kernels.short_attention_backward_kernel):
+        assert measure_shared_memory(kernel, sizes, capability, short_attention.choose_launch_options(128)) <= LEAST_SHARED
 
 
 @needs_triton

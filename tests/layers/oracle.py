@@ -18,12 +18,34 @@ def resting(bias: np.ndarray) -> np.ndarray:
     return P
 
 
-def logit_moments(V: np.ndarray, P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """S1 and S2 from E[Y_ab Y_cd] = n_k V_ac V_bd (Lemma mom-y), for means taken under P."""
+def correlation(V: np.ndarray) -> np.ndarray:
+    """Entry by entry; 0 in the row and column of a token of length zero, also on the diagonal."""
     m = len(V)
+    rho = np.zeros((m, m))
+    for a in range(m):
+        for b in range(m):
+            if V[a, a] > 0 and V[b, b] > 0:
+                rho[a, b] = V[a, b] / math.sqrt(V[a, a] * V[b, b])
+    return rho
+
+
+def lag_similarity(rope, s: int) -> float:
+    """The mean of cos(theta s) over frequencies; for a base, of the frequencies base^-u, u uniform: (Ci(s) - Ci(s/base))/log(base)."""
+    if isinstance(rope, tuple):
+        return sum(math.cos(theta * s) for theta in rope) / len(rope)
+    total = math.log(rope)
+    for k in range(1, 60):
+        total += (-1) ** k * (s ** (2 * k) - (s / rope) ** (2 * k)) / (2 * k * math.factorial(2 * k))
+    return total / math.log(rope)
+
+
+def logit_moments(V: np.ndarray, P: np.ndarray, rope=None) -> tuple[np.ndarray, np.ndarray]:
+    """S1 and S2 from E[Y_ab Y_cd] = n_k V_ac V_bd (Lemma mom-y), for means taken under P. With QK-norm V is the correlation."""
+    m = len(V)
+    kappa = {s: 1.0 if rope is None else lag_similarity(rope, s) for s in range(2 * m - 1)}
 
     def second(a, b, c, d):
-        return V[a, c] * V[b, d]
+        return V[a, c] * V[b, d] * kappa[abs((a - b) - (c - d))]
 
     S1, S2 = np.zeros((m, m, m, m)), np.zeros((m, m))
     for a in range(m):

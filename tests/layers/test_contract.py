@@ -22,12 +22,16 @@ LAYERS = {
     "biased": shaped.ShapedAttention(0.8, 0.4, mask=BIAS),
     "heads, projected": shaped.ShapedAttention(0.8, 0.4, heads=4, project=True),
     "heads, ALiBi": shaped.ShapedAttention(0.8, 0.4, heads=2, project=True, mask=shaped.alibi(M, 2)),
+    "QK-norm": shaped.ShapedAttention(0.8, 0.4, qk_norm=True),
+    "RoPE": shaped.ShapedAttention(0.8, 0.4, rope=(0.7,)),
+    "RoPE, QK-norm, causal": shaped.ShapedAttention(0.8, 0.4, mask="causal", qk_norm=True, rope=(0.7,)),
     "feed-forward": shaped.ShapedFeedForward(0.8, 0.5, -3.5),
     "perceptron": shaped.ShapedPerceptron(0.0, -3.0),
     "transformer": shaped.ShapedAttention(0.8, 0.4) >> shaped.ShapedFeedForward(0.7, 0.0, -3.0),
     "two masks": shaped.ShapedAttention(0.5) >> shaped.ShapedAttention(0.5, mask="causal") >> shaped.ShapedPerceptron(),
 }
-SYMMETRIC = [name for name in LAYERS if name not in ("causal", "biased", "heads, ALiBi", "two masks")]
+POSITIONS = ("RoPE", "RoPE, QK-norm, causal")
+SYMMETRIC = [name for name in LAYERS if name not in ("causal", "biased", "heads, ALiBi", "two masks", *POSITIONS)]
 
 
 @pytest.fixture(params=LAYERS)

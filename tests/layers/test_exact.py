@@ -326,7 +326,7 @@ def test_perceptron_and_layer_norms_on_the_tokens():
 
 def test_defaults():
     """A default that changes silently changes every result."""
-    assert dataclasses.astuple(shaped.ShapedAttention(0.5)) == (0.5, 1.0, 1, False, None, None, True, True, True)
+    assert dataclasses.astuple(shaped.ShapedAttention(0.5)) == (0.5, 1.0, 1, False, None, None, True, True, True, False, None)
     assert dataclasses.astuple(shaped.ShapedFeedForward(0.5)) == (0.5, 0.0, -1.0, None, None)
     assert dataclasses.astuple(shaped.ShapedPerceptron()) == (0.0, -1.0, None)
     assert dataclasses.astuple(shaped.ReLUFeedForward(0.5)) == (0.5, 0.0, None)

@@ -47,17 +47,20 @@ def test_a_deep_network_has_the_law_of_explicit_weights():
         assert distance.value < 1.7 * distance.band  # a Kolmogorov-Smirnov distance passes this in 1 of 30,000 cases
 
 
-RESIDUAL = [name for name in SHAPED if isinstance(SHAPED[name], ResidualLayer)]
+ROTATED = "RoPE, QK-norm, causal"
+RESIDUAL = [name for name in SHAPED if isinstance(SHAPED[name], ResidualLayer) and name != "RoPE"]
 
 
 @pytest.mark.parametrize("name", RESIDUAL)
 def test_the_drift_is_the_limits(name):
-    """The values' Gram matrix of projected heads adds noise that no pairing removes: to reject 5 % would need ten times the samples."""
+    """The values' Gram matrix of projected heads adds noise that no pairing removes: to reject 5 % would need ten times the samples.
+    RoPE draws its queries and keys, which is slow: `test_logit_kernels.py` has it with narrow keys, and rejects 5 %."""
     layer = SHAPED[name]
     assert isinstance(layer, ResidualLayer)
-    count = {"feed-forward": 20_000, "heads": 300_000, "heads, projected": 300_000, "heads, ALiBi": 200_000}.get(name, 800_000)
+    counts = {"feed-forward": 20_000, "heads": 300_000, "heads, projected": 300_000, "heads, ALiBi": 200_000, ROTATED: 30_000}
+    count = counts.get(name, 800_000)
     control = shaped.ShapedFeedForward(layer.gamma, 0.0, 0.0) if name == "feed-forward" else None
-    testing.check_drift_of_branch(layer, M, samples=count, reject=name != "heads, projected", control=control)
+    testing.check_drift_of_branch(layer, M, samples=count, reject=name not in ("heads, projected", ROTATED), control=control)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_the_drift_of_whole_steps_is_the_limits(layer, samples):
     testing.check_drift_of_steps(layer, M, samples=samples, reject=isinstance(layer, shaped.ShapedPerceptron))
 
 
-@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.parametrize("name", [name for name in SHAPED if name != "RoPE"])
 def test_the_noise_is_the_limits(name):
     # the feed-forward layer's slopes, 1 ± 4/sqrt(n), are far from 1 at small n
     testing.check_Sigma_of_steps(SHAPED[name], M, n=256 if name == "feed-forward" else 64)
@@ -112,11 +115,11 @@ def test_layers_without_a_limit_say_why(name):
 def test_only_the_shaped_layers_updates_shrink_with_the_width(name):
     """What NoLimit says is so: the mean update of V is O(1) there; of a layer with a limit it is O(1/n)."""
     layer, V = EVERY[name], 2.0 * random_covariance(M, 60)
-    updates = []
+    updates, samples = [], 2_000 if "RoPE" in name else 20_000
     for n in (64, 1024):
-        after = shaped.propagate(layer, V, n=n, d=1, samples=20_000, seed=seed(61), record="last").V[-1]
+        after = shaped.propagate(layer, V, n=n, d=1, samples=samples, seed=seed(61), record="last").V[-1]
         updates.append((after.mean(0) - V).abs().max().item())
-    error = 5 * (layer.Sigma(V).max().item() / 1024 / 20_000) ** 0.5 if name in SHAPED else 0.0
+    error = 5 * (layer.Sigma(V).max().item() / 1024 / samples) ** 0.5 if name in SHAPED else 0.0
     if name in SHAPED:
         assert updates[1] < updates[0] / 4 + error
     else:

@@ -11,8 +11,8 @@ from shaped.covariance import correlation, gram, vech
 from shaped.nn import (
     AttentionShaping,
     Fixed,
-    LayerNormBlock,
     Learn,
+    NormBlock,
     Recover,
     ShapedDecoder,
     ShapedEncoder,
@@ -192,7 +192,7 @@ def test_blocks_with_layer_norm(place):
     """Against PyTorch's own Transformer layer with the same weights."""
     torch.manual_seed(2)
     attention, feedforward = ShapedSelfAttention(N, HEADS, shaped=False), ShapedFeedForwardBlock(N, shaped=False)
-    block, X = LayerNormBlock(attention, feedforward, place), torch.randn(3, 5, N)
+    block, X = NormBlock(attention, feedforward, place), torch.randn(3, 5, N)
     theirs = torch.nn.TransformerEncoderLayer(N, HEADS, 4 * N, 0.0, batch_first=True, norm_first=place == "pre", bias=False)
     theirs.self_attn.in_proj_weight.data = torch.cat([layer.weight.data for layer in (attention.query, attention.key, attention.value)])
     theirs.self_attn.out_proj.weight.data = attention.output.weight.data
@@ -201,14 +201,14 @@ def test_blocks_with_layer_norm(place):
     variances = [layer.weight.var().item() * fan for layer, fan in ((attention.query, N), (feedforward.pre, N), (feedforward.post, 2 * N))]
     assert variances == pytest.approx([1.0, 1.0, 1.0], rel=5 * math.sqrt(2 / N**2))
     with refused("place", "middle"):
-        LayerNormBlock(attention, feedforward, "middle")  # pyright: ignore[reportArgumentType]
+        NormBlock(attention, feedforward, "middle")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("kind", ["shaped", "pre", "post"])
 def test_tokens_that_are_asked_for_are_those_of_all(kind):
     torch.manual_seed(170)
     attention, feedforward = ShapedSelfAttention(N, 2), ShapedFeedForwardBlock(N)
-    block = ShapedTransformerBlock(attention, feedforward, 0.4) if kind == "shaped" else LayerNormBlock(attention, feedforward, kind)
+    block = ShapedTransformerBlock(attention, feedforward, 0.4) if kind == "shaped" else NormBlock(attention, feedforward, kind)
     X, places = torch.randn(2, 5, N), torch.tensor([[4, 0], [1, 2]])
     expected = torch.stack([tokens[at] for tokens, at in zip(block(X), places, strict=True)])
     assert (block(X, places=places) - expected).abs().max() < 1e-5

@@ -25,6 +25,8 @@ class BlockSettings:
     c_plus: float = 0.0
     c_minus: float = -1.0
     rho: float = 0.2
+    qk_norm: bool = False
+    rope: float | None = None
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
@@ -34,7 +36,13 @@ class BlockSettings:
     def build_layer(self) -> Layer:
         makers = {
             "attention": lambda: ShapedAttention(
-                self.gamma, self.tau0, self.heads, self.project, read_mask(self.mask, self.tokens, self.heads)
+                self.gamma,
+                self.tau0,
+                self.heads,
+                self.project,
+                read_mask(self.mask, self.tokens, self.heads),
+                qk_norm=self.qk_norm,
+                rope=self.rope,
             ),
             "feedforward": lambda: ShapedFeedForward(self.gamma, self.c_plus, self.c_minus),
             "perceptron": lambda: ShapedPerceptron(self.c_plus, self.c_minus),
@@ -42,6 +50,9 @@ class BlockSettings:
         for name in self.names:
             if name not in makers:
                 raise ValueError(f"layers must be a list of {', '.join(makers)}, got {name!r}")
+        for name in ("qk_norm", "rope"):
+            if getattr(self, name) not in (False, None) and "attention" not in self.names:
+                raise ValueError(f"{name} must be left out without an attention layer, got {getattr(self, name)} for {self.layers}")
         return Chain(*(makers[name]() for name in self.names))
 
     @property

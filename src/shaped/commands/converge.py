@@ -66,6 +66,8 @@ def converge(
     heads: options.Heads = 1,
     project: options.Project = False,
     mask: options.Mask = None,
+    qk_norm: options.QKNorm = False,
+    rope: options.Rope = None,
     c_plus: options.CPlus = 0.0,
     c_minus: options.CMinus = -1.0,
     rho: options.Rho = 0.2,
@@ -135,7 +137,8 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
             executor=executor,
             progress=progress,
         )
-        pair = None if settings.mask is None else (0, 1)  # tokens are exchangeable unless a mask tells them apart
+        alike = settings.mask is None and settings.rope is None  # tokens are exchangeable unless a mask or their place tells them apart
+        pair = None if alike else (0, 1)
         found = compare(limit(depths[n] / n), network, statistics=STATISTICS, pair=pair, resamples=100, seed=settings.seed)
         distances = {name: {"ks": asdict(found.ks[name]), "wasserstein": asdict(found.wasserstein[name])} for name in found.ks}
         rows.append({"width": n, "depth": depths[n], "samples": settings.networks(n), "distances": distances})

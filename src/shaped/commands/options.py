@@ -48,6 +48,10 @@ Mask = Annotated[
         **show_choices("causal", "alibi", "FILE.npy"),
     ),
 ]
+QKNorm = Annotated[bool, typer.Option("--qk-norm", help="Divide queries and keys by their root mean square.", rich_help_panel=ATTENTION)]
+Rope = Annotated[
+    float | None, typer.Option(help="Rotate queries and keys by their positions: the base, such as 10000.", rich_help_panel=ATTENTION)
+]
 
 Samples = Annotated[int, typer.Option(help="Number of paths.", rich_help_panel=SOLVER)]
 Step = Annotated[float, typer.Option(help="Time step of the SDE.", rich_help_panel=SOLVER)]

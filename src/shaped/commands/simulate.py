@@ -58,6 +58,8 @@ def simulate(
     heads: options.Heads = 1,
     project: options.Project = False,
     mask: options.Mask = None,
+    qk_norm: options.QKNorm = False,
+    rope: options.Rope = None,
     c_plus: options.CPlus = 0.0,
     c_minus: options.CMinus = -1.0,
     rho: options.Rho = 0.2,

@@ -5,7 +5,6 @@ stream of random numbers and is always computed as a whole, on one thread. So re
 time, or on which machine.
 """
 
-from shaped.engine.block import Bounds as Bounds
 from shaped.engine.executors import scatter as scatter
 from shaped.engine.options import Record as Record
 from shaped.engine.options import RunOptions as RunOptions
@@ -13,3 +12,4 @@ from shaped.engine.process import PointProcess as PointProcess
 from shaped.engine.process import Process as Process
 from shaped.engine.simulation import run as run
 from shaped.engine.start import prepare_start as prepare_start
+from shaped.engine.walk import Bounds as Bounds

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from shaped.engine.block import BlockResult, Job, run_block
+from shaped.engine.block import BlockResult, run_block
+from shaped.engine.walk import Job
 
 A = TypeVar("A")
 R = TypeVar("R")

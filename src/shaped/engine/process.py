@@ -34,8 +34,20 @@ class Process(ABC, Generic[S]):
     def covariance(self, state: S) -> Float[Tensor, "batch m m"]: ...
 
     @abstractmethod
+    def pack(self, state: S) -> Float[Tensor, "batch m k"]:
+        """The state as one tensor."""
+
+    @abstractmethod
+    def unpack(self, packed: Float[Tensor, "batch m k"]) -> S:
+        """The state of such a tensor."""
+
     def select(self, choice: Bool[Tensor, " batch"], yes: S, no: S) -> S:
         """The paths of `yes` where `choice` holds, those of `no` elsewhere."""
+        return self.unpack(torch.where(choice[:, None, None], self.pack(yes), self.pack(no)))
+
+    def is_capturable(self, V0: Float[Tensor, "batch m m"]) -> bool:
+        """Can a CUDA graph hold a step? Then a step reads nothing back to the host."""
+        return False
 
     def count_entries(self, m: int) -> int:
         """The size of a path's state, in numbers. The larger it is, the fewer samples a block has."""
@@ -51,5 +63,8 @@ class PointProcess(Process[Point]):
     def covariance(self, state: Point) -> Float[Tensor, "batch m m"]:
         return state.V
 
-    def select(self, choice: Bool[Tensor, " batch"], yes: Point, no: Point) -> Point:
-        return Point(matrix=torch.where(choice[:, None, None], yes.V, no.V))
+    def pack(self, state: Point) -> Float[Tensor, "batch m m"]:
+        return state.V
+
+    def unpack(self, packed: Float[Tensor, "batch m m"]) -> Point:
+        return Point(matrix=packed)

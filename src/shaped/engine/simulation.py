@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaped.engine.block import Bounds, Job, block_size, run_block
+from shaped.engine.block import block_size, run_block
 from shaped.engine.executors import run_on_executor
 from shaped.engine.options import RunOptions
 from shaped.engine.process import Process
 from shaped.engine.progress import progress_bar
 from shaped.engine.start import prepare_start
+from shaped.engine.walk import Bounds, Job
 from shaped.trajectory import Trajectory
 
 

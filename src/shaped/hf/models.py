@@ -23,8 +23,11 @@ from transformers.utils.output_capturing import capture_outputs
 from shaped.hf.attention import NAME, attention_forward
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn.activations import ACTIVATIONS
-from shaped.nn.blocks import LayerNormBlock, ShapedTransformerBlock
-from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, init_normal, make_linear
+from shaped.nn.blocks import BLOCKS, NormBlock, ShapedTransformerBlock
+from shaped.nn.initialisations import INITIALISATIONS
+from shaped.nn.modules import QKGains, ShapedFeedForwardBlock, ShapedSelfAttention, init_normal, make_linear
+from shaped.nn.norms import NORMS, DyT
+from shaped.nn.rotary import Rotation, make_rotation
 from shaped.nn.schedules import Shapeable
 
 
@@ -61,31 +64,52 @@ class ShapedLayer(GradientCheckpointingLayer):
         super().__init__()
         self.block, self.attend = make_block(config), Attend(config, layer)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, past_key_values: Cache | None = None, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        rotation: Rotation | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         def attend(attention: ShapedSelfAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             return self.attend(attention, q, k, v, mask, past_key_values, **kwargs)[0].transpose(1, 2)
 
-        return self.block(x, mask, attend)
+        return self.block(x, mask, attend, rotation=rotation)
 
 
-def make_block(config: ShapedConfig) -> ShapedTransformerBlock | LayerNormBlock:
+def make_block(config: ShapedConfig) -> ShapedTransformerBlock | NormBlock:
     shaped, schedule = config.block == "shaped", config.shaping()
+    has_gains = "gains" in BLOCKS[config.block].parts
     attention = ShapedSelfAttention(
         config.hidden_size,
         config.num_attention_heads,
-        tau0=config.tau0,
+        tau0=config.tau0 if has_gains else None,
         causal=config.is_decoder,
         dropout=config.attention_dropout,
         schedule=schedule,
         shaped=shaped,
+        qk_norm=config.qk_norm,
+        qk_gain=config.qk_gain,
     )
     activation = ACTIVATIONS[config.activation].from_config(config.c_minus)
     feedforward = ShapedFeedForwardBlock(
         config.hidden_size, config.intermediate_size, schedule=schedule, shaped=shaped, activation=activation
     )
-    if config.block in ("preln", "postln"):
-        return LayerNormBlock(attention, feedforward, "pre" if config.block == "preln" else "post")
-    return ShapedTransformerBlock(attention, feedforward, config.gamma, config.train_gains, config.gamma_feedforward)
+    if has_gains:
+        return ShapedTransformerBlock(attention, feedforward, config.gamma, config.train_gains, config.gamma_feedforward)
+    INITIALISATIONS[config.init].apply(attention, feedforward, config.num_hidden_layers)
+    return NormBlock(attention, feedforward, "post" if config.block == "postln" else "pre", lambda width: make_norm(config))
+
+
+def make_norm(config: ShapedConfig) -> nn.Module:
+    """A norm of the tokens' features: DyT in a model of such blocks, the config's `norm` else."""
+    if config.block == "dyt":
+        return DyT(config.hidden_size, config.dyt_alpha)
+    return NORMS[config.norm].make(config.hidden_size)
+
+
+RESETTABLE = (Shapeable, ShapedTransformerBlock, QKGains, nn.LayerNorm, nn.RMSNorm, DyT)
 
 
 class ShapedPreTrainedModel(PreTrainedModel):
@@ -107,7 +131,7 @@ class ShapedPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialises a module as its constructor does. transformers skips weights that were loaded from a checkpoint."""
-        if isinstance(module, (Shapeable, ShapedTransformerBlock, nn.LayerNorm)):
+        if isinstance(module, RESETTABLE):
             module.reset_parameters()
         elif isinstance(module, (nn.Linear, nn.Embedding)):  # without `std`: a head or table that was resized for more tokens
             usual = self.config.choose_head_std() if isinstance(module, nn.Linear) else self.config.choose_table_std()
@@ -120,20 +144,21 @@ def make_table(rows: int, columns: int, std: float) -> nn.Embedding:
 
 
 class Embedding(nn.Module):
-    """Tokens + positions (+ token types). Their sum has variance 1: the theory's V starts with a unit diagonal."""
+    """Tokens (+ learned positions) (+ token types). Their sum has variance 1: the theory's V starts with a unit diagonal."""
 
     def __init__(self, config: ShapedConfig):
         super().__init__()
         std = config.choose_table_std()
         self.tokens = make_table(config.vocab_size, config.hidden_size, std)
-        self.positions = make_table(config.max_position_embeddings, config.hidden_size, std)
+        self.positions = make_table(config.max_position_embeddings, config.hidden_size, std) if config.positions == "learned" else None
         self.types = make_table(config.type_vocab_size, config.hidden_size, std) if config.type_vocab_size else None
-        self.norm = nn.LayerNorm(config.hidden_size) if config.embedding_norm else None
+        self.norm = make_norm(config) if config.embedding_norm else None
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, x: Tensor, position_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """For embeddings of the tokens, [batch, m, n]."""
-        x = x + self.positions(position_ids)
+        if self.positions is not None:
+            x = x + self.positions(position_ids)
         if self.types is not None:
             x = x + self.types(torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids)
         return self.dropout(x if self.norm is None else self.norm(x))
@@ -146,7 +171,7 @@ class ShapedModel(ShapedPreTrainedModel):
         super().__init__(config)
         self.embedding = Embedding(config)
         self.layers = nn.ModuleList(ShapedLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = nn.LayerNorm(config.hidden_size) if config.block == "preln" else None
+        self.norm = make_norm(config) if config.block in ("preln", "dyt") else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -155,6 +180,12 @@ class ShapedModel(ShapedPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embedding.add_module("tokens", value)
+
+    def rotate(self, position_ids: Tensor) -> Rotation | None:
+        """The rotation of queries and keys at these positions, [batch or 1, m]; None if the positions are learned."""
+        if self.config.positions == "learned":
+            return None
+        return make_rotation(position_ids, self.config.hidden_size // self.config.num_attention_heads, self.config.rope_base)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -175,16 +206,18 @@ class ShapedModel(ShapedPreTrainedModel):
         if self.config.is_decoder and use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        _check_positions(position_ids, seen + x.shape[1], self.config.max_position_embeddings)
+        if self.config.positions == "learned":
+            _check_positions(position_ids, seen + x.shape[1], self.config.max_position_embeddings)
         if position_ids is None:
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
         if self.config.is_decoder:
             mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
         else:
             mask = create_bidirectional_mask(self.config, x, attention_mask)
-        x = self.embedding(x, position_ids, token_type_ids)
+        x, rotation = self.embedding(x, position_ids, token_type_ids), self.rotate(position_ids)
+        past = past_key_values if self.config.is_decoder else None
         for layer in self.layers:
-            x = layer(x, mask, past_key_values=past_key_values if self.config.is_decoder else None, **kwargs)
+            x = layer(x, mask, past_key_values=past, rotation=rotation, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=x if self.norm is None else self.norm(x), past_key_values=past_key_values)
 
 
@@ -220,8 +253,12 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
         self.post_init()
 
     def logits(self, x: Tensor) -> Any:
-        """The logits of tokens [..., n]. A tied matrix is scaled, so that logits start as with entries of `head_std`."""
-        return self.head(x if self.head_scale == 1.0 else self.head_scale * x)
+        """The logits of tokens [..., n]."""
+        return self.head(self.scale_for_head(x))
+
+    def scale_for_head(self, x: Tensor) -> Tensor:
+        """The tokens that the output matrix gets. A tied matrix is scaled, so that logits start as with entries of `head_std`."""
+        return x if self.head_scale == 1.0 else self.head_scale * x
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head

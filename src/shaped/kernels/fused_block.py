@@ -57,6 +57,7 @@ class Block:
         heads, scale: number of heads, factor of the logits.
         side_stream: the same for all blocks of a model.
         last: is its backward pass the last one of the model?
+        qk_eps: QK-norm with this eps, as in `short_attention.attention`; None: without.
     """
 
     qkv: Matrix
@@ -67,12 +68,14 @@ class Block:
     scale: float
     side_stream: SideStream
     last: bool
+    qk_eps: float | None = None
 
 
 def reference(x: Tensor, places: Tensor | None, block: Block, *gains: Tensor) -> Tensor:
     """What `BlockFunction` computes (Eq. shaped_transformer), in plain PyTorch with autograd. It writes no gradients of weights."""
     own = Gains(*gains)
-    mixed = short_attention.reference(x @ block.qkv.weight.mT, own.gamma1, own.gamma2, block.heads, block.scale)
+    qkv = x @ block.qkv.weight.mT
+    mixed = short_attention.reference(qkv, own.gamma1, own.gamma2, block.heads, block.scale, qk_eps=block.qk_eps)
     x = residual.reference(x, mixed @ block.output.weight.mT, own.lam_attention, own.gamma_attention)
     if places is not None:
         x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
@@ -97,7 +100,8 @@ class BlockFunction(torch.autograd.Function):
         x = x.contiguous()
         rows = x.flatten(0, -2)
         qkv = torch.mm(rows, block.qkv.weight.t()).unflatten(0, x.shape[:-1])
-        mixed, lse = short_attention.attend(qkv, own.gamma1, own.gamma2, block.heads, block.scale, own.gamma_attention)
+        shaping = own.gamma1, own.gamma2
+        mixed, stats = short_attention.attend(qkv, *shaping, block.heads, block.scale, own.gamma_attention, block.qk_eps)
         mixed, tokens, kept = mixed.flatten(0, -2), rows, None
         if places is not None:
             kept = (places + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]).flatten()
@@ -107,7 +111,7 @@ class BlockFunction(torch.autograd.Function):
         activated, hidden = relu.matmul_relu(middle, block.pre.weight, own.slope, keep_hidden=learned.slope)
         branch = torch.mm(activated, block.post.weight.t())
         ctx.block = block
-        ctx.save_for_backward(rows, qkv, lse, kept, mixed, tokens, middle, hidden, activated, *gains)
+        ctx.save_for_backward(rows, qkv, stats, kept, mixed, tokens, middle, hidden, activated, *gains)
         return residual.add_branch(middle, branch, own.lam_feedforward, own.gamma_feedforward).unflatten(0, (len(x), -1))
 
     @staticmethod
@@ -116,10 +120,10 @@ class BlockFunction(torch.autograd.Function):
         block: Block = ctx.block
         side_stream = block.side_stream
         with side_stream.joined_on_error():
-            rows, qkv, lse, kept, mixed, tokens, middle, hidden, activated, *gains = ctx.saved_tensors
+            rows, qkv, stats, kept, mixed, tokens, middle, hidden, activated, *gains = ctx.saved_tensors
             own, learned = Gains(*gains), _read_learned(ctx)
             relu = choose_relu_matmul(middle, block.pre.weight)
-            counts = {"tokens": residual.count_programs(tokens), "hidden": relu.count_programs(hidden), "queries": lse.numel()}
+            counts = {"tokens": residual.count_programs(tokens), "hidden": relu.count_programs(hidden), "queries": stats[0].numel()}
             gain_terms = _allocate_terms(counts, learned, rows.device)
             terms = _by_gain({} if gain_terms is None else gain_terms.terms_of)
 
@@ -141,8 +145,8 @@ class BlockFunction(torch.autograd.Function):
             if kept is not None:
                 dx, dmixed = (torch.zeros_like(rows).index_add_(0, kept, part) for part in (dx, dmixed))
             dqkv = short_attention.attend_backward(
-                dmixed, qkv, lse, own.gamma1, own.gamma2, block.heads, block.scale,
-                terms.gamma1, terms.gamma2, own.gamma_attention, terms.gamma_attention,
+                dmixed, qkv, stats, own.gamma1, own.gamma2, block.heads, block.scale,
+                terms.gamma1, terms.gamma2, own.gamma_attention, terms.gamma_attention, block.qk_eps,
             ).flatten(0, -2)  # fmt: skip
             side_stream.write_weight_gradient(dqkv, rows, block.qkv.gradient)
             dx.addmm_(dqkv, block.qkv.weight)

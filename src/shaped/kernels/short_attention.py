@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from shaped.kernels.availability import assume_constant, can_launch, is_ampere_or_later
 from shaped.kernels.gpu import launch
@@ -18,9 +19,19 @@ LONGEST = 128  # tokens, and features of a head: the matrices of one head must f
 STAGES = 2  # chunks of features that are loaded ahead
 
 
-def reference(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gain: Tensor | None = None) -> Tensor:
+def reference(
+    qkv: Tensor,
+    gamma1: Tensor | None,
+    gamma2: Tensor | None,
+    heads: int,
+    scale: float,
+    gain: Tensor | None = None,
+    qk_eps: float | None = None,
+) -> Tensor:
     """What `attention` and `attend` compute, in plain PyTorch."""
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+    if qk_eps is not None:
+        q, k = (rms_norm(x, x.shape[-1:], eps=qk_eps) for x in (q, k))
     out = torch.softmax(q @ k.mT * scale, -1) @ v
     if gamma1 is not None and gamma2 is not None:
         out = out + gamma1 * v - gamma2 * v.mean(-2, keepdim=True)
@@ -33,31 +44,42 @@ def fits(x: Tensor, D: int) -> bool:
     return x.ndim == 3 and can_launch(x) and 0 < x.shape[1] <= LONGEST and D <= LONGEST and x.shape[0] > 0 and _is_allowed(x.device.index)
 
 
-def attention(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float) -> Tensor:
+def attention(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, qk_eps: float | None = None) -> Tensor:
     """The tokens, [batch, m, heads · D], from queries, keys and values in one tensor, [batch, m, 3 · heads · D].
 
     `gamma1` and `gamma2` are tensors of one entry each. Without them the attention is plain.
+    `qk_eps`: QK-norm with this eps; each query and key is divided by its root mean square. None: without.
     """
-    return forward_op(qkv.contiguous(), gamma1, gamma2, heads, scale)[0]
+    return forward_op(qkv.contiguous(), gamma1, gamma2, heads, scale, qk_eps)[0]
 
 
 def attend(
-    qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float, gain: Tensor | None = None
+    qkv: Tensor,
+    gamma1: Tensor | None,
+    gamma2: Tensor | None,
+    heads: int,
+    scale: float,
+    gain: Tensor | None = None,
+    qk_eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The tokens, times `gain`, and the base-2 log-normalisers of the softmax, [batch, heads, m]."""
+    """The tokens, times `gain`, and what the backward pass needs: `stats`, [rows, batch, heads, m].
+
+    Its first row is the base-2 log-normalisers of the softmax.
+    With QK-norm two rows follow: the inverse root mean squares of queries and of keys.
+    """
     from shaped.kernels.gpu.short_attention import short_attention_kernel
 
     batch, m, D, sizes = _read_sizes(qkv, heads)
-    out, lse = qkv.new_empty(batch, m, heads * D), qkv.new_empty(batch, heads, m, dtype=torch.float32)
-    arguments = (qkv, out, lse, gamma1, gamma2, gain, scale, heads, m, D, *sizes)
+    out, stats = qkv.new_empty(batch, m, heads * D), _make_stats(qkv, heads, qk_eps)
+    arguments = (qkv, out, stats, gamma1, gamma2, gain, scale, qk_eps, heads, m, D, *sizes)
     launch(short_attention_kernel, batch * heads, *arguments, on=qkv, **choose_launch_options(m))
-    return out, lse
+    return out, stats
 
 
 def attend_backward(
     do: Tensor,
     qkv: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     gamma1: Tensor | None,
     gamma2: Tensor | None,
     heads: int,
@@ -66,8 +88,9 @@ def attend_backward(
     dgamma2: Tensor | None = None,
     gain: Tensor | None = None,
     dgain: Tensor | None = None,
+    qk_eps: float | None = None,
 ) -> Tensor:
-    """The gradient of qkv.
+    """The gradient of qkv. `stats` is what `attend` returned.
 
     A gain's gradient is the sum of its terms, one a query. They are written to `dgamma1`, `dgamma2` and `dgain`, [batch · heads · m],
     where these are given.
@@ -76,7 +99,7 @@ def attend_backward(
 
     batch, m, D, sizes = _read_sizes(qkv, heads)
     dqkv = torch.empty_like(qkv)
-    arguments = (do, qkv, lse, gamma1, gamma2, gain, dqkv, dgamma1, dgamma2, dgain, scale, heads, m, D, *sizes)
+    arguments = (do, qkv, stats, gamma1, gamma2, gain, dqkv, dgamma1, dgamma2, dgain, scale, qk_eps, heads, m, D, *sizes)
     launch(short_attention_backward_kernel, batch * heads, *arguments, on=qkv, **choose_launch_options(m))
     return dqkv
 
@@ -98,47 +121,60 @@ def _read_sizes(qkv: Tensor, heads: int) -> tuple[int, int, int, tuple[int, int,
     return batch, m, D, (round_to_tile(m), min(32, round_to_tile(D)), STAGES)
 
 
-FORWARD = "(Tensor qkv, Tensor? gamma1, Tensor? gamma2, int heads, float scale) -> (Tensor, Tensor)"
-BACKWARD = "(Tensor do, Tensor qkv, Tensor lse, Tensor? gamma1, Tensor? gamma2, int heads, float scale, bool gains) -> (Tensor, Tensor)"
+def _make_stats(qkv: Tensor, heads: int, qk_eps: float | None) -> Tensor:
+    """An empty tensor for the `stats` of `attend`."""
+    batch, m, _ = qkv.shape
+    return qkv.new_empty(1 if qk_eps is None else 3, batch, heads, m, dtype=torch.float32)
+
+
+def _make_gain_terms(qkv: Tensor, stats: Tensor, gains: bool) -> Tensor:
+    """An empty tensor for the terms of the gradients of gamma1 and gamma2, one a query; without terms if they are not learned."""
+    return qkv.new_empty(2, stats[0].numel() if gains else 0, dtype=torch.float32)
+
+
+SETTINGS = "Tensor? gamma1, Tensor? gamma2, int heads, float scale, float? qk_eps"
+FORWARD = f"(Tensor qkv, {SETTINGS}) -> (Tensor, Tensor)"
+BACKWARD = f"(Tensor do, Tensor qkv, Tensor stats, {SETTINGS}, bool gains) -> (Tensor, Tensor)"
 
 
 @torch.library.custom_op("shaped::short_attention", mutates_args=(), device_types="cuda", schema=FORWARD)
 def forward_op(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return attend(qkv, *arguments)
+    *others, qk_eps = arguments
+    return attend(qkv, *others, qk_eps=qk_eps)
 
 
 @forward_op.register_fake
-def _(qkv: Tensor, gamma1: Tensor | None, gamma2: Tensor | None, heads: int, scale: float) -> tuple[Tensor, Tensor]:
+def _(qkv: Tensor, gamma1: Any, gamma2: Any, heads: int, scale: float, qk_eps: float | None) -> tuple[Tensor, Tensor]:
     batch, m, width = qkv.shape
-    return qkv.new_empty(batch, m, width // 3), qkv.new_empty(batch, heads, m, dtype=torch.float32)
+    return qkv.new_empty(batch, m, width // 3), _make_stats(qkv, heads, qk_eps)
 
 
 @torch.library.custom_op("shaped::short_attention_backward", mutates_args=(), device_types="cuda", schema=BACKWARD)
-def backward_op(do: Tensor, qkv: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *others, gains = arguments
-    dgamma = qkv.new_empty((2, lse.numel()) if gains else (2, 0), dtype=torch.float32)
-    return attend_backward(do.contiguous(), qkv, lse, *others, *(dgamma if gains else ())), dgamma
+def backward_op(do: Tensor, qkv: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *others, qk_eps, gains = arguments
+    dgamma = _make_gain_terms(qkv, stats, gains)
+    return attend_backward(do.contiguous(), qkv, stats, *others, *(dgamma if gains else ()), qk_eps=qk_eps), dgamma
 
 
 @backward_op.register_fake
-def _(do: Tensor, qkv: Tensor, lse: Tensor, gamma1: Any, gamma2: Any, heads: int, scale: float, gains: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(qkv), qkv.new_empty((2, lse.numel()) if gains else (2, 0), dtype=torch.float32)
+def _(do: Tensor, qkv: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(qkv), _make_gain_terms(qkv, stats, arguments[-1])
 
 
 def _save(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    qkv, gamma1, gamma2, ctx.heads, ctx.scale = inputs
+    qkv, gamma1, gamma2, *ctx.settings = inputs
     ctx.save_for_backward(qkv, output[1], gamma1, gamma2)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, do: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    qkv, lse, gamma1, gamma2 = ctx.saved_tensors
+    qkv, stats, gamma1, gamma2 = ctx.saved_tensors
     learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    dqkv, dgamma = backward_op(do, qkv, lse, gamma1, gamma2, ctx.heads, ctx.scale, learned)
+    dqkv, dgamma = backward_op(do, qkv, stats, gamma1, gamma2, *ctx.settings, learned)
     if not learned:
-        return dqkv, None, None, None, None
+        return dqkv, None, None, None, None, None
     one, two = dgamma.sum(1)
-    return dqkv, one.view_as(gamma1).to(gamma1.dtype), two.view_as(gamma2).to(gamma2.dtype), None, None
+    return dqkv, one.view_as(gamma1).to(gamma1.dtype), two.view_as(gamma2).to(gamma2.dtype), None, None, None
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)

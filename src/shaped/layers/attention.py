@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from shaped.checks import check_bool, positive, whole_number
-from shaped.covariance import Matrix, factor, match_layout, product
+from shaped.covariance import Matrix, factor, inverse_length, match_layout, product
 from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual
 from shaped.layers.logits import LogitPerturbation
 from shaped.layers.masks import Mask, check_mask, describe_mask, head_masks
+from shaped.layers.rope import Rope, check_rope, check_rope_width, describe_rope, rope_frequencies
 from shaped.layers.terms import Term, WeightNoise
-from shaped.nn.functional import attention_matrix, logit_bias
+from shaped.nn.functional import attention_matrix, logit_bias, rotate
 from shaped.nn.networks import RandomAttention, Residual
 from shaped.randomness import Stream
 
@@ -38,6 +39,10 @@ class ShapedAttention(ResidualLayer):
         identity, centre, temperature: the three modifications that shape attention. Without the identity or the centring that term
             is missing from A; without the temperature $\tau = \tau_0\sqrt{n_k}$. With all three off this is softmax attention
             (Eq. Softmax-att). A layer that lacks one of them has a law and a module, but no limit.
+        qk_norm: divide every query and every key by its root mean square over the n_k features (QK-norm). A token of length zero has
+            logits 0.
+        rope: rotate queries and keys by their positions (RoPE): a base, such as 10000.0, or n_k/2 frequencies in radians a token. In the
+            limit a base has a continuum of frequencies.
     """
 
     gamma: float
@@ -49,20 +54,22 @@ class ShapedAttention(ResidualLayer):
     identity: bool = True
     centre: bool = True
     temperature: bool = True
+    qk_norm: bool = False
+    rope: Rope = None
 
     def __post_init__(self) -> None:
         check_residual(self.gamma, self.lam)
         positive("tau0", self.tau0)
         whole_number("heads", self.heads)
         object.__setattr__(self, "mask", check_mask(self.mask, self.heads))
-        for name in ("project", "identity", "centre", "temperature"):
+        object.__setattr__(self, "rope", check_rope(self.rope))
+        for name in ("project", "identity", "centre", "temperature", "qk_norm"):
             check_bool(name, getattr(self, name))
 
     def __repr__(self) -> str:
         """The arguments that are not the defaults, on one line."""
-        shown = {
-            entry.name: describe_mask(self.mask) if entry.name == "mask" else repr(getattr(self, entry.name)) for entry in fields(self)
-        }
+        shown = {entry.name: repr(getattr(self, entry.name)) for entry in fields(self)}
+        shown |= {"mask": describe_mask(self.mask), "rope": describe_rope(self.rope)}
         usual = {entry.name: repr(entry.default) for entry in fields(self)}
         return f"ShapedAttention({', '.join(f'{name}={text}' for name, text in shown.items() if text != usual[name])})"
 
@@ -71,7 +78,7 @@ class ShapedAttention(ResidualLayer):
 
         Beyond the paper: heads with logits of their own average out, $\mathcal{A}/H$; an output projection is a second weight
         matrix, $2\gamma^2\Sigma_{\text{lin}}$. Heads with biases of their own are centred at their own resting attention, and each adds
-        its share of drift, 1/H, and of noise, $1/H^2$.
+        its share of drift, 1/H, and of noise, $1/H^2$. QK-norm and RoPE change the covariance of the logits (`LogitPerturbation`).
         """
         missing = [
             reason
@@ -88,7 +95,10 @@ class ShapedAttention(ResidualLayer):
         share = self.gamma**2
         weights = 2.0 * share if self.project else share * (2.0 - share)
         rate = share / self.tau0**2
-        logits = (LogitPerturbation(mask, rate / self.heads, rate * share / self.heads**2) for mask in head_masks(self.mask, self.heads))
+        logits = (
+            LogitPerturbation(mask, rate / self.heads, rate * share / self.heads**2, self.qk_norm, self.rope)
+            for mask in head_masks(self.mask, self.heads)
+        )
         return WeightNoise(weights), *logits
 
     @property
@@ -98,6 +108,7 @@ class ShapedAttention(ResidualLayer):
     def check_sizes(self, sizes: Sizes) -> None:
         if sizes.n % self.heads:
             raise ValueError(f"heads must divide the width n = {sizes.n}, got {self.heads}")
+        check_rope_width(self.rope, sizes.keys(self.heads))
 
     def tau(self, n: int, n_k: int) -> float:
         return self.tau0 * math.sqrt(n * n_k if self.temperature else n_k)
@@ -113,12 +124,49 @@ class ShapedAttention(ResidualLayer):
         return (factor(reduce(add, (product(root, root.mT) for root in roots)) / sizes.n),)
 
     def attention(self, mask: Mask, L: Factor, sizes: Sizes, stream: Stream) -> Matrix:
-        r"""A draw of one head's A. The logits $X W^Q W^{K\top} X^\top/n$ have the law of $L T G L^\top$, T of Bartlett for n_k degrees."""
+        """A draw of one head's A."""
         n_k, m = sizes.keys(self.heads), L.shape[-1]
-        T = stream.bartlett(L, m, n_k)
-        G = stream.matrices(L, T.shape[-1], m).mul_(1.0 / self.tau(sizes.n, n_k))
-        logits = product(product(L, product(T, G)), L.mT)
+        draw = self.rotated_logits if self.rope is not None else self.normalised_logits if self.qk_norm else self.plain_logits
+        logits = draw(L, n_k, 1.0 / self.tau(sizes.n, n_k), stream)
         return match_layout(attention_matrix(logits, logit_bias(mask, m, L), float(self.identity), float(self.centre)), L)
+
+    def plain_logits(self, L: Factor, n_k: int, scale: float, stream: Stream) -> Matrix:
+        r"""The logits $X W^Q W^{K\top} X^\top/n$ have the law of $L T G L^\top$, T of Bartlett for n_k degrees."""
+        m = L.shape[-1]
+        T = stream.bartlett(L, m, n_k)
+        G = stream.matrices(L, T.shape[-1], m).mul_(scale)
+        return product(product(L, product(T, G)), L.mT)
+
+    def normalised_logits(self, L: Factor, n_k: int, scale: float, stream: Stream) -> Matrix:
+        r"""The same with queries and keys of length $\sqrt{n_k}$.
+
+        In a basis of the queries' span the queries are $L T$ and the keys $L G$. The rest of the keys is orthogonal to all queries: it
+        enters the keys' lengths alone, by its Gram matrix $L S S^\top L^\top$, S of Bartlett for the other n_k - m degrees.
+        """
+        m = L.shape[-1]
+        T = stream.bartlett(L, m, n_k)
+        queries, keys = product(L, T), product(L, stream.matrices(L, m, T.shape[-1]))
+        query_length, key_length = queries.square().sum(-1), keys.square().sum(-1)
+        if n_k > m:
+            key_length = key_length + product(L, stream.bartlett(L, m, n_k - m)).square().sum(-1)
+        queries = queries * inverse_length(query_length)[..., None]
+        keys = keys * (inverse_length(key_length) * (scale * n_k))[..., None]
+        return product(queries, keys.mT)
+
+    def rotated_logits(self, L: Factor, n_k: int, scale: float, stream: Stream) -> Matrix:
+        """The same with RoPE. It tells features apart, so queries and keys are drawn: 2·m·n_k normals."""
+        assert self.rope is not None
+        batch, m, frequencies = len(L), L.shape[-1], rope_frequencies(self.rope, n_k)
+        logits = L.new_empty(batch, m, m)
+        few = max(1, (2**16 if L.device.type == "cpu" else 2**26) // (m * n_k))  # so many samples fit into the CPU's cache
+        for first in range(0, batch, few):
+            part = L[first : first + few].contiguous()
+            queries, keys = part @ stream.rows(part, m, n_k), part @ stream.matrices(part, m, n_k)
+            logits[first : first + few] = rotate(queries, frequencies) @ rotate(keys, frequencies).mT
+            if self.qk_norm:
+                query_length, key_length = (inverse_length(x.square().sum(-1)) for x in (queries, keys))
+                logits[first : first + few].mul_(query_length[..., None]).mul_(key_length[..., None, :]).mul_(n_k)
+        return match_layout(logits.mul_(scale), L)
 
     def module(
         self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
@@ -135,6 +183,8 @@ class ShapedAttention(ResidualLayer):
             float(self.identity),
             float(self.centre),
             self.mask,
+            self.qk_norm,
+            None if self.rope is None else rope_frequencies(self.rope, keys),
             generator=generator,
             dtype=dtype,
         )

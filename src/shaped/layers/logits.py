@@ -1,16 +1,22 @@
-"""The term of attention: the effect of random logits on the covariance, for the mask of one head."""
+"""The term of attention: the effect of random logits on the covariance, for the mask of one head.
+
+The logits' covariance is made of a kernel K of the tokens: their covariance V, or with QK-norm their correlations.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shaped.covariance import Matrix, Point, lower_product, match_layout, product, product_lower, weighted_mean
-from shaped.layers.masks import Mask, Rows, resting_attention, same_mask
+from shaped.covariance import Matrix, Point, inverse_length, lower_product, match_layout, product, product_lower, weighted_mean
+from shaped.layers.masks import Mask, resting_attention, same_mask
+from shaped.layers.rope import Rope, lag_matrix, lag_modes
 from shaped.layers.terms import Term
 from shaped.randomness import Normals
 
@@ -28,40 +34,104 @@ class LogitPerturbation(Term):
     $E = P \circ (N - (P \circ N) 11^\top)$ the first-order change of the softmax. Then, for Thm. sde-attention in its general form,
     $b = \text{rate}\,[\mathbb{E}\,E V E^\top + \tfrac12 (P \circ S_2) V + \tfrac12 V (P \circ S_2)^\top]$, and the noise is
     $\sqrt{\text{variance}}\,(E V + V E^\top)$.
+
+    Beyond the paper,
+    $\mathbb{E} N^{\alpha\delta} N^{\beta\omega} = K^{\alpha\beta} K^{\delta\omega}\,\kappa((\alpha-\delta) - (\beta-\omega))$: with QK-norm
+    K is the correlation $\rho$ in place of V, and with RoPE $\kappa$ is the similarity of two lags (`lag_similarity`), else 1.
     """
 
     mask: Mask = field(repr=False)
     rate: float
     variance: float
+    qk_norm: bool = False
+    rope: Rope = None
 
     def drift(self, V: Matrix) -> Matrix:
-        change = MeanChange.at(self.mask, V)
+        change = self.mean_change(V)
         second = product(change.second, V)
-        return self.rate * (change.squared * V + second + second.mT)
+        return self.rate * (change.squared * change.kernel + second + second.mT)
 
     def noise(self, point: Point, normals: Normals) -> Matrix:
-        P = resting_attention(self.mask, point.V.shape[-1], point.V)
-        half = product(first_order_change(P, point.L, normals), point.V)
+        half = product(self.first_order_change(point, normals), point.V)
         return math.sqrt(self.variance) * (half + half.mT)
 
     def tensor(self, V: Matrix) -> Float[Tensor, "*batch m m m m"]:
         r"""$\mathcal{A}$ of Thm. sde-attention, with the sums over $S_1$ carried out one index at a time."""
         P = resting_attention(self.mask, V.shape[-1], V).expand(V.shape[-2:])
-        W = P @ V
-        U = W @ P.mT
-        # S1[a, k, c, j]: the covariance of the centred logits (a, k) and (c, j), without its factor V_ac.
-        S1 = V[..., None, :, None, :] - W.mT[..., None, :, :, None] - W[..., :, None, None, :] + U[..., :, None, :, None]
+        K = self.kernel(V)
+        S1 = reduce(add, (centred_covariance(P, K, mode) for mode in self.modes(V)))
         Z = P[:, :, None] * V[..., None, :, :]  # Z[a, k, b] = P_ak V_kb, so that (E V)_ab = sum_k (centred N)_ak Z_akb
-        half = torch.einsum("...ac,...akb,...akcj,...cjd->...abcd", V, Z, S1, Z)
+        half = torch.einsum("...ac,...akb,...akcj,...cjd->...abcd", K, Z, S1, Z)
         half = half + half.transpose(-1, -2)
         return self.variance * (half + half.transpose(-3, -4))
 
+    def kernel(self, V: Matrix) -> Matrix:
+        """K: what the logits see of the tokens."""
+        if not self.qk_norm:
+            return V
+        inverse = inverse_length(V.diagonal(dim1=-2, dim2=-1))
+        return V * inverse[..., :, None] * inverse[..., None, :]
+
+    def modes(self, like: Tensor) -> Float[Tensor, "modes rows columns"]:
+        r"""Functions of the lag, $c_r^{\alpha\beta}$, with $N = \sum_r c_r \circ N_r$ for independent logits $N_r$ without positions."""
+        return like.new_ones(1, 1, 1) if self.rope is None else lag_modes(self.rope, like.shape[-1]).to(like)
+
+    def first_order_change(self, point: Point, normals: Normals) -> Matrix:
+        r"""A draw of $E = P \circ (N - (P \circ N) 11^\top)$ with $N = \sum_r c_r \circ (L G_r L^\top)$: the softmax's first order in the
+        logits. With QK-norm the rows of L have length 1."""
+        L = point.L
+        P = resting_attention(self.mask, L.shape[-1], L)
+        if self.qk_norm:
+            L = L * inverse_length(point.V.diagonal(dim1=-2, dim2=-1))[..., None]
+
+        def draw() -> Matrix:
+            return lower_product(L, lower_product(L, normals.square(L)).mT).mT
+
+        N = draw() if self.rope is None else reduce(add, (mode * draw() for mode in self.modes(L)))
+        return softmax_derivative(P, N)
+
+    def mean_change(self, V: Matrix) -> MeanChange:
+        r"""With $C_r = P \circ c_r$ for each mode (one mode, $C = P$, without RoPE),
+        $Q = \sum_r C_r(K{\circ}V)C_r^\top - X_r - X_r^\top + (C_r K C_r^\top){\circ}(PVP^\top)$, $X_r = ((C_r K){\circ}(PV))\,C_r^\top$,
+        and with $J = K \circ \kappa(\alpha - \beta)$
+        $S_2^{\alpha\delta} = K^{\alpha\alpha}(C^{\alpha\delta} - \sum_\kappa P^{\alpha\kappa} C^{\alpha\kappa})$ with
+        $C^{\alpha\delta} = J^{\delta\delta} - 2 (PJ)^{\alpha\delta}$, up to terms that do not depend on $\delta$: the softmax ignores them.
+        """
+        P, kernel = resting_attention(self.mask, V.shape[-1], V), self.kernel(V)
+        # The rows of E add up to 0, so tokens and keys may be taken less the first of them. What all of them share changes neither Q nor
+        # S2, but for the query's own length, and its rounding would drown what is left of them when the tokens collapse. RoPE turns the
+        # keys by different angles, so that they do not collapse with the tokens.
+        tokens = subtract_first(V)
+        if self.rope is not None:
+            K, turned = kernel, kernel * lag_matrix(self.rope, V.shape[-1], V)
+        else:
+            K = turned = subtract_first(kernel) if self.qk_norm else tokens
+        PV = product(tokens, P.mT).mT  # P V, since V is symmetric; for the one row of an unmasked P this order is several times faster
+        U = product(PV, P.mT)
+        squared = None
+        for mode in self.modes(V):
+            C = P if self.rope is None else P * mode
+            W = PV if K is tokens else product(K, C.mT).mT
+            cross = product(W * PV, C.mT)
+            part = product(product(K * tokens, C.mT).mT, C.mT) - cross - cross.mT + (U if W is PV else product(W, C.mT)) * U
+            squared = part if squared is None else squared.add_(part)
+        assert squared is not None
+        PJ = PV if turned is tokens else product(turned, P.mT).mT
+        second = torch.add(turned.diagonal(dim1=-2, dim2=-1)[..., None, :], PJ, alpha=-2.0)
+        own = kernel.diagonal(dim1=-2, dim2=-1)[..., :, None]
+        return MeanChange(V, kernel, squared, softmax_derivative(P, second) * (0.5 * own))
+
     def move(self, point: Point, h: float, normals: Normals) -> Point:
-        """A step of length h. The drift is cubic in V, so it is fast where V is large: such paths take the step in parts."""
+        """A step of length h. The drift is cubic in V, so it is fast where V is large: such paths take the step in parts.
+
+        With QK-norm it is linear, and `longest` bounds the step for every V.
+        """
         if self.rate == 0.0:
             return point
-        change = MeanChange.at(self.mask, point.V)
+        change = self.mean_change(point.V)
         moved = self.stride(point, h, change, normals)
+        if self.qk_norm:
+            return moved
         fast = change.fast(self.rate * h)
         if len(fast):
             moved.V[fast] = self.move_in_parts(match_layout(point.V[fast], point.V), h, normals.fork())
@@ -78,7 +148,7 @@ class LogitPerturbation(Term):
         moving = torch.arange(len(V), device=V.device)
         while len(moving):
             here = Point(matrix=match_layout(V[moving], V))
-            change = MeanChange.at(self.mask, here.V)
+            change = self.mean_change(here.V)
             speed, growth = change.speed_and_growth()
             parts = torch.minimum(left[moving] * speed * (self.rate / STRIDE), left[moving] * (MOST_PARTS / h)).ceil_().clamp_(min=1.0)
             part = left[moving] / parts
@@ -95,19 +165,23 @@ class LogitPerturbation(Term):
         bring in its first part, $\text{rate}\cdot\mathbb{E}\,E V E^\top$. The rate is never below the variance (for a layer,
         variance/rate = gamma²/heads), so this is a sum of positive semi-definite matrices.
         """
-        L, V = point.L, point.V
-        E = first_order_change(change.P, L, normals)
+        L = point.L
+        E = self.first_order_change(point, normals)
         M = E.mul_((h * self.variance) ** 0.5).add_(change.second * (h * self.rate))
         moved = product_lower(M, L).add_(L)
-        return Point(matrix=product(moved, moved.mT).addcmul_(V, change.squared * (h * (self.rate - self.variance))))
+        return Point(matrix=product(moved, moved.mT).addcmul_(change.kernel, change.squared * (h * (self.rate - self.variance))))
 
     def longest(self, m: int) -> float:
-        return math.inf  # `move` chooses its parts by V
+        """Without QK-norm `move` chooses its parts by V. With it the drift is linear in V, and a step changes tokens of equal lengths by
+        about STRIDE at most."""
+        return STRIDE / (1.5 * self.rate) if self.qk_norm and self.rate else math.inf
 
     def plus(self, other: Term) -> Term | None:
         if not isinstance(other, LogitPerturbation) or not same_mask(self.mask, other.mask):
             return None
-        return LogitPerturbation(self.mask, self.rate + other.rate, self.variance + other.variance)
+        if (self.qk_norm, self.rope) != (other.qk_norm, other.rope):
+            return None
+        return replace(self, rate=self.rate + other.rate, variance=self.variance + other.variance)
 
 
 def softmax_derivative(P: Float[Tensor, "#rows m"], N: Float[Tensor, "*batch rows m"]) -> Float[Tensor, "*batch rows m"]:
@@ -115,10 +189,20 @@ def softmax_derivative(P: Float[Tensor, "#rows m"], N: Float[Tensor, "*batch row
     return (N - weighted_mean(P, N)).mul_(P)
 
 
-def first_order_change(P: Rows, L: Float[Tensor, "*batch m k"], normals: Normals) -> Matrix:
-    r"""A draw of $E = P \circ (N - (P \circ N) 11^\top)$ with $N = L G L^\top$: the softmax's first order in the logits."""
-    N = lower_product(L, lower_product(L, normals.square(L)).mT).mT
-    return softmax_derivative(P, N)
+def centred_covariance(P: Float[Tensor, "m m"], K: Matrix, mode: Float[Tensor, "#m #m"]) -> Float[Tensor, "*batch m m m m"]:
+    r"""$S_1$ of one mode: entry [a, k, c, j] is the covariance of the centred logits (a, k) and (c, j), without its factor $K_{ac}$."""
+    W = (P * mode) @ K
+    U = W @ (P * mode).mT
+    right = mode.expand_as(P)
+    left = right[:, :, None, None]
+    straight = left * right * K[..., None, :, None, :]
+    return straight - left * W.mT[..., None, :, :, None] - right * W[..., :, None, None, :] + U[..., :, None, :, None]
+
+
+def subtract_first(K: Matrix) -> Matrix:
+    """The Gram matrix of the tokens less the first of them."""
+    first = K[..., :1, :]
+    return (K - first).sub_(first.mT).add_(first[..., :1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,40 +210,23 @@ class MeanChange:
     r"""The mean effect of random logits on the tokens, at one covariance V.
 
     Attributes:
-        squared: Q with $\mathbb{E}\,E V E^\top = V \circ Q$.
+        kernel: K, what the logits see of the tokens.
+        squared: Q with $\mathbb{E}\,E V E^\top = K \circ Q$.
         second: $\tfrac12 P \circ S_2$, the mean of the softmax's second order in the logits (Lemma mom-Softmax-taylor).
     """
 
-    P: Rows
     V: Matrix
+    kernel: Matrix
     squared: Float[Tensor, "*batch rows rows"]
     second: Matrix
-
-    @classmethod
-    def at(cls, mask: Mask, V: Matrix) -> MeanChange:
-        r"""With W = PV and U = PVPᵀ: $Q = P(V{\circ}V)P^\top - (W{\circ}W)P^\top - P(W{\circ}W)^\top + U{\circ}U$ and
-        $S_2^{\alpha\delta} = V^{\alpha\alpha}(C^{\alpha\delta} - \sum_\kappa P^{\alpha\kappa} C^{\alpha\kappa})$ with
-        $C^{\alpha\delta} = V^{\delta\delta} - 2 W^{\alpha\delta}$, up to terms that do not depend on $\delta$: the softmax ignores them.
-        """
-        P, v = resting_attention(mask, V.shape[-1], V), V.diagonal(dim1=-2, dim2=-1)
-        # K is V of the tokens less the first of them. What all keys share changes neither Q nor S2, but for the query's own length, and its
-        # rounding would drown what is left of them when the tokens collapse.
-        first = V[..., :1, :]
-        K = (V - first).sub_(first.mT).add_(first[..., :1])
-        W = product(K, P.mT).mT  # P K, since K is symmetric; for the one row of an unmasked P this order is several times faster
-        U = product(W, P.mT)
-        cross = product(W * W, P.mT)
-        squared = product(product(K * K, P.mT).mT, P.mT) - cross - cross.mT + U * U
-        C = torch.add(K.diagonal(dim1=-2, dim2=-1)[..., None, :], W, alpha=-2.0)
-        return cls(P, V, squared, softmax_derivative(P, C) * (0.5 * v[..., :, None]))
 
     def fast(self, time: float) -> Int[Tensor, " fast"]:
         """The paths, by their numbers, on which a token's mean variance changes by more than STRIDE/8 in this time, for a rate of 1."""
         size = self.V.diagonal(dim1=-2, dim2=-1).amax(-1)
-        perhaps = (size.square_() > STRIDE / (12.0 * time)).nonzero()[:, 0]  # the speed is below 3/2 of the squared largest variance
+        perhaps = (size.square_() > STRIDE / (24.0 * time)).nonzero()[:, 0]  # the speed is below 3 times the squared largest variance
         if not len(perhaps):
             return perhaps
-        speed, _ = MeanChange(self.P, self.V[perhaps], self.squared[perhaps], self.second[perhaps]).speed_and_growth()
+        speed, _ = MeanChange(self.V[perhaps], self.kernel[perhaps], self.squared[perhaps], self.second[perhaps]).speed_and_growth()
         return perhaps[speed > STRIDE / (8.0 * time)]
 
     def speed_and_growth(self) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:

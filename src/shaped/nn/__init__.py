@@ -2,7 +2,7 @@
 
 from shaped.nn import activations as activations
 from shaped.nn import functional as functional
-from shaped.nn.blocks import LayerNormBlock as LayerNormBlock
+from shaped.nn.blocks import NormBlock as NormBlock
 from shaped.nn.blocks import ShapedDecoder as ShapedDecoder
 from shaped.nn.blocks import ShapedEncoder as ShapedEncoder
 from shaped.nn.blocks import ShapedTransformerBlock as ShapedTransformerBlock
@@ -12,6 +12,8 @@ from shaped.nn.blocks import vanilla as vanilla
 from shaped.nn.modules import AttentionShaping as AttentionShaping
 from shaped.nn.modules import ShapedFeedForwardBlock as ShapedFeedForwardBlock
 from shaped.nn.modules import ShapedSelfAttention as ShapedSelfAttention
+from shaped.nn.norms import DyT as DyT
+from shaped.nn.norms import RMSNorm as RMSNorm
 from shaped.nn.schedules import Fixed as Fixed
 from shaped.nn.schedules import Learn as Learn
 from shaped.nn.schedules import Recover as Recover

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from shaped.checks import HUGE, in_range, whole_number
 from shaped.nn.activations import C_MINUS, ShapedActivation
 from shaped.nn.modules import DEEPEST, Attend, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain, has_gains
+from shaped.nn.norms import MakeNorm
+from shaped.nn.rotary import Rotation
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
 Some = Float[Tensor, "*batch k width"]  # k of the m tokens
@@ -53,32 +55,58 @@ class ShapedTransformerBlock(nn.Module):
         for name, start in self.start.items():
             nn.init.constant_(getattr(self, name), start)
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Some:
-        """`places`, [batch, k]: the tokens to return; all of them by default. The feed-forward branch computes no others."""
+    def forward(
+        self,
+        x: Tokens,
+        attn_mask: Tensor | None = None,
+        attend: Attend | None = None,
+        places: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Some:
+        """`places`, [batch, k]: the tokens to return; all of them by default. The feed-forward branch computes no others.
+
+        The other arguments are those of `ShapedSelfAttention`.
+        """
         # Gains may have a higher precision than the tokens; cast the sum back.
-        x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend)).to(x.dtype)
+        x = (self.lam_attention * x + self.gamma_attention * self.attention(x, attn_mask, attend, rotation)).to(x.dtype)
         x = x if places is None else gather_tokens(x, places)
         return (self.lam_feedforward * x + self.gamma_feedforward * self.feedforward(x)).to(x.dtype)
 
 
-class LayerNormBlock(nn.Module):
-    """The usual blocks, to compare with: x + branch(LayerNorm(x)) for "pre", LayerNorm(x + branch(x)) for "post"."""
+class NormBlock(nn.Module):
+    """The usual blocks, to compare with: x + branch(norm(x)) for "pre", norm(x + branch(x)) for "post".
 
-    def __init__(self, attention: ShapedSelfAttention, feedforward: ShapedFeedForwardBlock, place: Literal["pre", "post"]):
+    `norm` makes a norm for a width: `nn.LayerNorm`, or one of `shaped.nn.norms`.
+    """
+
+    def __init__(
+        self,
+        attention: ShapedSelfAttention,
+        feedforward: ShapedFeedForwardBlock,
+        place: Literal["pre", "post"],
+        norm: MakeNorm = nn.LayerNorm,
+    ):
         super().__init__()
         if place not in ("pre", "post"):
             raise ValueError(f"place must be 'pre' or 'post', got {place!r}")
         self.attention, self.feedforward, self.place = attention, feedforward, place
-        self.norm_attention, self.norm_feedforward = (nn.LayerNorm(attention.query.in_features) for _ in range(2))
+        self.norm_attention, self.norm_feedforward = (norm(attention.query.in_features) for _ in range(2))
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, places: Tensor | None = None) -> Some:
-        """`places` as in `ShapedTransformerBlock`."""
+    def forward(
+        self,
+        x: Tokens,
+        attn_mask: Tensor | None = None,
+        attend: Attend | None = None,
+        places: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Some:
+        """Arguments as in `ShapedTransformerBlock`."""
         if self.place == "pre":
-            x = x + self.attention(self.norm_attention(x), attn_mask, attend)
+            x = x + self.attention(self.norm_attention(x), attn_mask, attend, rotation)
             x = x if places is None else gather_tokens(x, places)
             return x + self.feedforward(self.norm_feedforward(x))
         dtype = x.dtype  # autocast computes norms in float32
-        x = x + self.attention(x, attn_mask, attend)
+        x = x + self.attention(x, attn_mask, attend, rotation)
         x = self.norm_attention(x if places is None else gather_tokens(x, places)).to(dtype)
         return self.norm_feedforward(x + self.feedforward(x)).to(dtype)
 
@@ -110,13 +138,25 @@ class ShapedEncoder(nn.Module):
         train_gains: bool = True,
         schedule: Schedule | None = None,
         activation: ShapedActivation | None = None,
+        qk_norm: bool = False,
+        qk_gain: bool = False,
     ):
         super().__init__()
         whole_number("depth", depth, most=DEEPEST)
         self.schedule = check_schedule(schedule)
 
         def block() -> ShapedTransformerBlock:
-            attention = ShapedSelfAttention(width, heads, tau0=tau0, causal=self.causal, fold=fold, dropout=dropout, schedule=self.schedule)
+            attention = ShapedSelfAttention(
+                width,
+                heads,
+                tau0=tau0,
+                causal=self.causal,
+                fold=fold,
+                dropout=dropout,
+                schedule=self.schedule,
+                qk_norm=qk_norm,
+                qk_gain=qk_gain,
+            )
             feedforward = ShapedFeedForwardBlock(width, hidden, c_minus=c_minus, schedule=self.schedule, activation=activation)
             return ShapedTransformerBlock(attention, feedforward, gamma, train_gains)
 
@@ -176,11 +216,20 @@ def vanilla(model: Model) -> Model:
 class BlockKind:
     about: str
     """A few words for the commands' help."""
+    parts: frozenset[str]
+    """What it has beside attention and feed-forward: gains of its residual branches, shaping, norms, DyT."""
 
 
 BLOCKS = {
-    "shaped": BlockKind("the paper's block, without LayerNorm"),
-    "preln": BlockKind("LayerNorm before each branch"),
-    "postln": BlockKind("LayerNorm after each branch"),
-    "vanilla": BlockKind("the shaped block without its shaping"),
+    "shaped": BlockKind("the paper's block, without norms", frozenset({"gains", "shaping"})),
+    "preln": BlockKind("a norm before each branch", frozenset({"norms"})),
+    "postln": BlockKind("a norm after each branch", frozenset({"norms"})),
+    "vanilla": BlockKind("the shaped block without its shaping", frozenset({"gains"})),
+    "dyt": BlockKind("preln with DyT in place of its norms", frozenset({"dyt"})),
 }
+
+
+def check_init(init: str, block: str) -> None:
+    """Refuses another initialisation than the theory's for blocks that are the theory's."""
+    if init != "theory" and "gains" in BLOCKS[block].parts:
+        raise ValueError(f"init must be 'theory' for {block} blocks, whose matrices have the theory's variances, got {init!r}")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from shaped.checks import SINGLE, finite, in_range, positive, whole_number
 from shaped.kernels import short_attention
 from shaped.nn.activations import C_MINUS, ShapedActivation, ShapedReLU, check_activation
-from shaped.nn.functional import shaped_attention
+from shaped.nn.functional import RMS_EPS, rms_norm, shaped_attention
+from shaped.nn.rotary import Rotation, rotate
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
 DEEPEST = 10_000  # blocks of a stack: more than anyone trains, and they still fit into memory
@@ -71,6 +72,22 @@ def has_gains(attention: nn.Module) -> bool:
     return isinstance(shaping, nn.Module) and any(isinstance(part, AttentionShaping) for part in shaping.modules())
 
 
+class QKGains(nn.Module):
+    """The trained gains of QK-norm: a vector for queries and one for keys, shared by the heads. They start at 1."""
+
+    def __init__(self, key_width: int):
+        super().__init__()
+        self.query, self.key = (nn.Parameter(torch.ones(key_width)) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.query)
+        nn.init.ones_(self.key)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        # Gains may have a higher precision than the tokens; cast the products back.
+        return (q * self.query).to(q.dtype), (k * self.key).to(k.dtype)
+
+
 class ShapedSelfAttention(nn.Module):
     r"""Multi-head self-attention $[A_h X W^V_h]_h W^O$ with $A = \gamma_1 I + \text{softmax} - \gamma_2\,\text{softmax}(B)$
     (Eq. shaped-attention-train).
@@ -79,18 +96,27 @@ class ShapedSelfAttention(nn.Module):
     $\tau_0\sqrt{n}$ times the usual one; that factor is in the initial queries and keys, whose variance is $n^{-3/2}/\tau_0$, or,
     with `fold=False`, in the scale of the logits.
 
+    QK-norm divides each head's queries and keys by their root mean square (`rms_norm`). The logits are then
+    $\hat q\cdot\hat k/(\tau_0\sqrt{n n_k})$. Normalised queries and keys do not depend on the scale of their weights, so the temperature is
+    always in the scale of the logits: `fold` changes nothing, and the weights start with variance 1/width.
+
     Args:
         width, heads: n and the number of heads, which must divide it.
         key_width: features of each head's queries and keys; width/heads by default.
-        tau0: temperature.
+        tau0: temperature; 1 by default. Plain attention has the usual one, width^-1/2; with QK-norm a tau0 that is given holds there too,
+            for what Recover leaves.
         causal: a token sees itself and what came before it.
         fold: put the temperature into the initial weights (the default; learning rates need no change) or into the scale.
         dropout: of the softmax; identity and centring are not dropped.
         schedule: gamma1 and gamma2 are parameters if it learns them, buffers else.
         shaped: False for softmax attention at the usual temperature, without identity and centring.
+        qk_norm, qk_gain: normalise queries and keys; multiply them by trained vectors then.
     """
 
     shaping: AttentionShaping | None
+    qk_eps: float | None
+    """What QK-norm adds to the mean squares; None without QK-norm."""
+    qk_gains: QKGains | None
     qkv: nn.Module | None
 
     def __init__(
@@ -99,27 +125,34 @@ class ShapedSelfAttention(nn.Module):
         heads: int,
         *,
         key_width: int | None = None,
-        tau0: float = 1.0,
+        tau0: float | None = None,
         causal: bool = False,
         fold: bool = True,
         dropout: float = 0.0,
         schedule: Schedule | None = None,
         shaped: bool = True,
+        qk_norm: bool = False,
+        qk_gain: bool = False,
     ):
         super().__init__()
         whole_number("width", width)
         if whole_number("heads", heads) and width % heads:
             raise ValueError(f"heads must divide the width, {width}, got {heads}")
-        positive("tau0", tau0, SINGLE)
+        if tau0 is not None:
+            positive("tau0", tau0, SINGLE)
+        check_qk_gain(qk_norm, qk_gain)
         in_range("dropout", dropout, 0.0, 1.0)
         key_width = width // heads if key_width is None else whole_number("key_width", key_width)
         self.heads, self.is_causal, self.dropout = heads, causal, dropout
-        extra = tau0 * math.sqrt(width) if shaped else 1.0
+        extra = (1.0 if tau0 is None else tau0) * math.sqrt(width) if shaped or (qk_norm and tau0 is not None) else 1.0
+        fold = fold and not qk_norm
         self.scale = key_width**-0.5 if fold else key_width**-0.5 / extra
         std = (width * extra) ** -0.5 if fold else width**-0.5
         self.query, self.key = (make_linear(width, heads * key_width, std) for _ in range(2))
         self.value, self.output = (make_linear(width, width, width**-0.5) for _ in range(2))
         self.shaping = AttentionShaping(trained=check_schedule(schedule).learns) if shaped else None
+        self.qk_eps = RMS_EPS if qk_norm else None
+        self.qk_gains = QKGains(key_width) if qk_gain else None
         self.register_module("qkv", None)
         self.splits = (heads * key_width, heads * key_width, width)
 
@@ -128,27 +161,38 @@ class ShapedSelfAttention(nn.Module):
         del self.query, self.key, self.value
         self.qkv = qkv
 
-    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None) -> Tokens:
+    def forward(self, x: Tokens, attn_mask: Tensor | None = None, attend: Attend | None = None, rotation: Rotation | None = None) -> Tokens:
         """`attn_mask` as in `shaped_attention`: key padding is [batch, 1, 1, m], True where a token may be attended to.
 
-        `attend` replaces the attention of queries, keys and values, for example to use a cache.
+        `attend` replaces the attention of queries, keys and values, for example to use a cache. It gets normalised and rotated
+        queries and keys. `rotation` is that of the tokens' positions, for rotary positions.
         """
         if self.qkv is None:
             features = self.query(x), self.key(x), self.value(x)
         else:
             qkv = self.qkv(x)
-            if attend is None and attn_mask is None and self.fits_short_kernel(qkv):
+            if attend is None and attn_mask is None and rotation is None and self.fits_short_kernel(qkv):
                 gamma1, gamma2 = (None, None) if self.shaping is None else self.shaping()
-                return self.output(short_attention.attention(qkv, gamma1, gamma2, self.heads, self.scale))
+                return self.output(short_attention.attention(qkv, gamma1, gamma2, self.heads, self.scale, self.qk_eps))
             features = qkv.split(self.splits, -1)
         q, k, v = (feature.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for feature in features)
+        q, k = self.transform(q, k, rotation)
         mixed = self.mix(q, k, v, attn_mask) if attend is None else attend(self, q, k, v, attn_mask)
         return self.output(mixed.transpose(-2, -3).flatten(-2))
 
+    def transform(self, q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys between their projections and the logits: normalised, multiplied by trained gains, rotated, each if wanted."""
+        if self.qk_eps is not None:
+            q, k = rms_norm(q, self.qk_eps), rms_norm(k, self.qk_eps)
+        if self.qk_gains is not None:
+            q, k = self.qk_gains(q, k)
+        return (q, k) if rotation is None else (rotate(q, rotation), rotate(k, rotation))
+
     def fits_short_kernel(self, x: Tensor) -> bool:
-        """Does `kernels.short_attention` support these tokens? It has no masks and no dropout, and q, k and v must have the same width."""
+        """Does `kernels.short_attention` support these tokens? It has no masks, no dropout and no gains of QK-norm, and q, k and v must
+        have the same width."""
         simple = not self.is_causal and (self.dropout == 0.0 or not self.training) and len(set(self.splits)) == 1
-        return simple and short_attention.fits(x, self.splits[0] // self.heads)
+        return simple and self.qk_gains is None and short_attention.fits(x, self.splits[0] // self.heads)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
         gamma1, gamma2 = (0.0, 0.0) if self.shaping is None else self.shaping()
@@ -156,6 +200,11 @@ class ShapedSelfAttention(nn.Module):
         return shaped_attention(
             q, k, v, gamma1=gamma1, gamma2=gamma2, scale=self.scale, is_causal=self.is_causal, attn_mask=attn_mask, dropout_p=dropout
         )
+
+
+def check_qk_gain(qk_norm: bool, qk_gain: bool) -> None:
+    if qk_gain and not qk_norm:
+        raise ValueError(f"qk_gain must be False without qk_norm, whose gain it is, got {qk_gain}")
 
 
 class ShapedFeedForwardBlock(Shapeable):

@@ -14,13 +14,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.nn.activations import Activation
-from shaped.nn.functional import attention_matrix, layer_norm, logit_bias
+from shaped.nn.functional import attention_matrix, layer_norm, logit_bias, rotate
 
 X = Float[Tensor, "*batch m n"]
 
 
 class RandomAttention(nn.Module):
-    r"""$f(X) = [A_h X W^V_h/\sqrt{n}]_h$, then $W^O/\sqrt{n}$ if projected (Eq. model, Eq. Softmax-att)."""
+    r"""$f(X) = [A_h X W^V_h/\sqrt{n}]_h$, then $W^O/\sqrt{n}$ if projected (Eq. model, Eq. Softmax-att).
+
+    With `qk_norm` each query and key is divided by its root mean square. With `frequencies` both are rotated by their positions (RoPE).
+    """
 
     def __init__(
         self,
@@ -32,11 +35,13 @@ class RandomAttention(nn.Module):
         gamma1: float,
         gamma2: float,
         mask: str | Tensor | None,
+        qk_norm: bool = False,
+        frequencies: Tensor | None = None,
         **draw: Any,
     ):
         super().__init__()
         self.heads, self.tau, self.gamma1, self.gamma2 = heads, tau, gamma1, gamma2
-        self.mask = mask
+        self.mask, self.qk_norm, self.frequencies = mask, qk_norm, frequencies
         self.query, self.key = draw_weights(n, heads * n_k, **draw), draw_weights(n, heads * n_k, **draw)
         self.value = draw_weights(n, n, **draw)
         self.output = draw_weights(n, n, **draw) if project else None
@@ -46,12 +51,21 @@ class RandomAttention(nn.Module):
         query, key, value = (
             (x @ weight * scale).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for weight in (self.query, self.key, self.value)
         )
+        if self.qk_norm:
+            query, key = normalise(query), normalise(key)
+        if self.frequencies is not None:
+            query, key = rotate(query, self.frequencies), rotate(key, self.frequencies)
         # Subtract the first key from all keys. This does not change the softmax, but keeps the query's gradient accurate: when tokens
         # collapse, rounding errors of A's row sums times the keys' common part are larger than the gradient (Fig. gradients).
         key = key - key[..., :1, :]
         A = attention_matrix(query @ key.mT / self.tau, logit_bias(self.mask, x.shape[-2], x), self.gamma1, self.gamma2)
         mixed = (A @ value).transpose(-2, -3).flatten(-2)
         return mixed if self.output is None else mixed @ self.output * scale
+
+
+def normalise(x: X) -> X:
+    """Each row divided by its root mean square. The theory adds nothing to the mean square: only a row of zeros stays as it is."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=torch.finfo(x.dtype).tiny)
 
 
 class RandomFeedForward(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,9 +17,13 @@ from shaped.testing.stats import assert_mean, assert_rejected, assert_same_momen
 CPU = torch.device("cpu")
 
 
-def check_module(layer: Layer, m: int = 3, n: int | None = None, n_k: int = 5, networks: int = 6000, samples: int = 60_000) -> None:
-    """One step of `propagate` has the law of one step of `module`: means, covariances, third moments. n is 12, or the next that fits."""
+def check_module(
+    layer: Layer, m: int = 3, n: int | None = None, n_k: int | None = None, networks: int = 6000, samples: int = 60_000
+) -> None:
+    """One step of `propagate` has the law of one step of `module`: means, covariances, third moments. n is 12, n_k is 5, or the next that
+    fits."""
     n = find_width(layer, max(12, m)) if n is None else n
+    n_k = find_key_width(layer, n, 5) if n_k is None else n_k
     V, g = random_covariance(m, 50), generator(51)
     explicit = torch.empty(networks, m, m, dtype=torch.float64)
     with torch.no_grad():
@@ -39,20 +44,26 @@ def draw_tokens(V: Tensor, n: int, g: torch.Generator, batch: tuple[int, ...] = 
 
 
 def check_drift_of_branch(
-    layer: ResidualLayer, m: int = 3, n: int = 64, samples: int = 800_000, reject: bool = True, control: ResidualLayer | None = None
+    layer: ResidualLayer,
+    m: int = 3,
+    n: int = 64,
+    samples: int = 800_000,
+    reject: bool = True,
+    control: ResidualLayer | None = None,
+    n_k: int | None = None,
 ) -> None:
     """n·E[V' - V] → b for a residual layer, with a bias that halves when n doubles. An error of 5 % is rejected if `reject`.
 
     `control` is a layer with drift 0 that draws the same normals, such as `ShapedFeedForward(gamma, 0.0, 0.0)` for a feed-forward layer.
-    Its samples are subtracted, which removes most of the noise.
+    Its samples are subtracted, which removes most of the noise. `n_k` is the width of the keys at every n; by default n over the heads.
     """
     V = random_covariance(m, 56)
     b = vech(layer.drift(V))
     scale = _find_scale(b, V)
-    drawn = [_branch_drifts(layer, V, k * n, samples).double() for k in (1, 2, 4)]
+    drawn = [_branch_drifts(layer, V, Sizes(k * n, n_k), samples).double() for k in (1, 2, 4)]
     if control is not None:
         assert control.drift(V).abs().max() == 0.0, f"control must have drift 0, got {control!r}"
-        drawn = [x - _branch_drifts(control, V, k * n, samples).double() for x, k in zip(drawn, (1, 2, 4), strict=True)]
+        drawn = [x - _branch_drifts(control, V, Sizes(k * n, n_k), samples).double() for x, k in zip(drawn, (1, 2, 4), strict=True)]
     means, errors = [x.mean(0) for x in drawn], [x.std(0) / len(x) ** 0.5 for x in drawn]
     C = 20.0 * scale
     for k, mean, error in zip((1, 2, 4), means, errors, strict=True):
@@ -82,8 +93,12 @@ class MirroredStream(Stream):
         self.sign = -1.0
         return T
 
+    def rows(self, like: Tensor, size: int, degrees: int) -> Tensor:
+        """As it is, for the same reason."""
+        return -super().rows(like, size, degrees)
 
-def _branch_drifts(layer: ResidualLayer, V: Tensor, n: int, samples: int) -> Tensor:
+
+def _branch_drifts(layer: ResidualLayer, V: Tensor, sizes: Sizes, samples: int) -> Tensor:
     """Samples with mean n·E[V' - V], [sample, p].
 
     Given F, the mean over the values' weights is exact, E[V'] = lam² V + gamma² F Fᵀ, so only F is drawn. Logits and hidden features
@@ -92,9 +107,9 @@ def _branch_drifts(layer: ResidualLayer, V: Tensor, n: int, samples: int) -> Ten
     L = factor(V.expand(samples, *V.shape))
     pair, same_draws = [], seed(55)
     for source in (Stream, MirroredStream):
-        slices = layer.branch(L, Sizes(n), source(same_draws, 0, dtype=V.dtype, device=CPU))
+        slices = layer.branch(L, sizes, source(same_draws, 0, dtype=V.dtype, device=CPU))
         inside = torch.stack([F @ F.mT for F in slices]).mean(0)
-        pair.append(n * ((layer.shortcut**2 - 1) * V + layer.gamma**2 * inside))
+        pair.append(sizes.n * ((layer.shortcut**2 - 1) * V + layer.gamma**2 * inside))
     return vech((pair[0] + pair[1]) / 2)
 
 
@@ -128,13 +143,13 @@ def _assert_drift(found: Tensor, error: Tensor, b: Tensor, scale: Tensor, left: 
         assert_rejected(lambda: check(b + wrong))
 
 
-def check_Sigma_of_steps(layer: Layer, m: int = 3, n: int = 64, samples: int = 400_000) -> None:
+def check_Sigma_of_steps(layer: Layer, m: int = 3, n: int = 64, samples: int = 400_000, n_k: int | None = None) -> None:
     """n·Cov[V'] → Sigma, with a bias C/n. An error of 5 % is rejected."""
     V = random_covariance(m, 57)
     Sigma = layer.Sigma(V)
 
     def scaled_squares(n: int) -> Tensor:
-        V1 = propagate(layer, V, n=n, d=1, samples=samples, seed=seed(58), record="last").V[-1]
+        V1 = propagate(layer, V, n=n, n_k=n_k, d=1, samples=samples, seed=seed(58), record="last").V[-1]
         x = vech(V1 - V1.mean(0))
         return n * x[:, :, None] * x[:, None, :]
 
@@ -167,10 +182,19 @@ def check_survival(layer: Layer, m: int = 3, widths: tuple[int, ...] | None = No
 
 def find_width(layer: Layer, least: int) -> int:
     """The smallest width, at least this, that the layer can have."""
-    for n in range(least, 2**12):
+    return _find_sizes(layer, (Sizes(n) for n in range(least, 2**12)), f"a width between {least} and {2**12}").n
+
+
+def find_key_width(layer: Layer, n: int, least: int) -> int:
+    """The smallest width of a head's keys, at least this, that the layer can have at width n."""
+    return _find_sizes(layer, (Sizes(n, n_k) for n_k in range(least, 2**12)), f"keys of a width between {least} and {2**12}").keys(1)
+
+
+def _find_sizes(layer: Layer, candidates: Iterable[Sizes], wanted: str) -> Sizes:
+    for sizes in candidates:
         try:
-            layer.check_sizes(Sizes(n))
+            layer.check_sizes(sizes)
         except ValueError:
             continue
-        return n
-    raise ValueError(f"layer must allow a width between {least} and {2**12}, got {layer!r}")
+        return sizes
+    raise ValueError(f"layer must allow {wanted}, got {layer!r}")

@@ -43,7 +43,11 @@ class RunRecord:
 
     @property
     def kind(self) -> str:
-        return name_kind(self.settings["model"], self.settings["schedule"])
+        return name_kind(self.settings)
+
+    @property
+    def objective(self) -> str:
+        return self.settings.get("objective", "masked")  # the only one, when records did not say it
 
 
 def read_runs(places: Iterable[Path]) -> list[RunRecord]:

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from shaped.nn.blocks import BLOCKS
 from shaped.train.run.result import Result
-from shaped.train.run.settings import DEFAULTS, PRESETS, Settings
+from shaped.train.run.settings import DEFAULTS, PRESETS, Settings, find_parts
 from shaped.train.run_records import RunRecord
 
 PAPER_TABLE1 = {  # test loss at 100K steps, best gamma: mean and standard deviation
@@ -33,7 +34,7 @@ PAPER_TABLE2 = {  # CoLA, MRPC, RTE: means (their standard deviations are 0.004 
 
 
 TASK = ("width", "heads", "batch", "mask_share")  # beside depth, steps and text, these must agree for two losses to be compared
-NAMED = ("model", "schedule", "depth", "hidden", "steps", "lr", "seed", "objective", "precision", "stream")
+NAMED = ("model", "schedule", "depth", "hidden", "steps", "lr", "seed", "objective", "borders", "precision", "stream")
 CHOSEN = tuple(about for about in fields(Settings) if about.metadata["affects"] == "result" and about.name not in (*TASK, *NAMED))
 """Settings that were tuned, beside the learning rate: those that affect the result and do not identify a task or a run.
 Precisions are left out: they only change the rounding."""
@@ -114,7 +115,7 @@ def entropy_curves(runs: Iterable[RunRecord], layers: tuple[int, ...] = (1, 7)) 
 
 def has_gains(model: str) -> bool:
     """Do its residual branches have lambda and gamma? The vanilla network is the shaped one without its shaping."""
-    return model in ("shaped", "vanilla")
+    return "gains" in BLOCKS[model].parts
 
 
 def spread(values: list[float]) -> float:
@@ -126,13 +127,13 @@ def _describe_task(settings: dict[str, Any]) -> dict[str, Any]:
     given = OLD_DEFAULTS | settings
     task = {name: given[name] for name in TASK} | {"hidden": given["hidden"] or 4 * given["width"]}
     # Claims have hashes of this text in their ids, and older ones are all of this objective.
-    return task if given["objective"] == "masked" else task | {"objective": given["objective"]}
+    return task if given["objective"] == "masked" else task | {name: given[name] for name in ("objective", "borders")}
 
 
 def _describe_recipe(settings: dict[str, Any]) -> dict[str, Any]:
     """The tuned settings that a model uses, without its learning rate."""
-    given, model = OLD_DEFAULTS | settings, settings["model"]
+    given = OLD_DEFAULTS | settings
     if given["gamma_feedforward"] is None:
         given["gamma_feedforward"] = given["gamma"]
-    parts = {"", *(("gains",) if has_gains(model) else ()), *(("shaping", given["schedule"]) if model == "shaped" else ())}
+    parts = find_parts(given["model"], given["schedule"], given["embedding_norm"]) | {given["positions"]}
     return {about.name: given[about.name] for about in CHOSEN if about.metadata["used_by"] in parts}

@@ -16,6 +16,7 @@ from refusals import refused
 from shaped.train.data import packing
 from shaped.train.data import prepare as data
 from shaped.train.data.prepared import load_data
+from shaped.train.data.tokenizer import load_tokenizer
 from shaped.train.folder_lock import Busy, folder_lock
 from train.conftest import LENGTH, documents
 from train.data.preparation import HOW, HOW_ELSE
@@ -156,3 +157,30 @@ def test_a_folder_prepared_otherwise_is_not_overwritten(text: Path, tmp_path: Pa
     with refused("length", "32", "16"):
         data.prepare([str(text)], tmp_path, **HOW_ELSE)
     assert json.loads((tmp_path / "request.json").read_text())["length"] == LENGTH
+
+
+@pytest.mark.parametrize("tokens", [None, 400])
+def test_bytes_are_those_of_the_text_in_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int | None):
+    """Of the original text, up to the last token of the last row: capitals and accents, which the tokenizer drops, have theirs."""
+    rng = np.random.default_rng(0)
+    words = ["Élan", "straße", "The", "cat", "ünder", "naïve", "x", "日本語", "it's"]
+    lines = [" ".join(rng.choice(words, rng.integers(1, 15))) if i % 4 else "" for i in range(1, 121)]
+    (tmp_path / "text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = []
+    for chunk in (20_000, 3):
+        monkeypatch.setattr(packing, "CHUNK", chunk)
+        how: dict[str, Any] = {"vocab": 60, "length": 16, "valid": [str(tmp_path / "text.txt")], "progress": False, "tokens": tokens}
+        found.append(data.prepare([str(tmp_path / "text.txt")], tmp_path / f"{chunk}", **how))
+    assert found[0].facts["train"]["bytes"] == found[1].facts["train"]["bytes"]
+    tokenizer = load_tokenizer(found[0].folder / "tokenizer")
+    for part in ("train", "valid"):
+        left, size = found[0].facts[part]["rows"] * 15, 0
+        for line in lines:
+            ends = [end for _, end in tokenizer.encode(line, add_special_tokens=False).offsets]
+            if line and left < len(ends):
+                size += len(line[: ends[left - 1]].encode()) if left else 0
+                break
+            left, size = left - (len(ends) or 1), size + len(line.encode()) + 1
+            if left == 0:
+                break
+        assert found[0].facts[part]["bytes"] == size

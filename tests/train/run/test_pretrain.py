@@ -25,20 +25,25 @@ from train.conftest import KNOWN, UNIFORM
 from train.runs import ENVIRONMENT, command, quiet
 
 # How much each falls below log 40 in 300 steps, at least. Fixed shaping keeps attention small, so it is the slowest to use the document.
-FALLS = [
-    ("shaped", "fixed", 0.5),
-    ("shaped", "learn", 1.0),
-    ("shaped", "recover", 1.0),
-    ("preln", "fixed", 1.0),
-    ("postln", "fixed", 0.5),
-    ("vanilla", "fixed", 1.0),
+FALLS: list[tuple[dict[str, Any], float]] = [
+    ({"schedule": "fixed"}, 0.5),
+    ({"schedule": "learn"}, 1.0),
+    ({"schedule": "recover"}, 1.0),
+    ({"schedule": "recover", "qk_norm": True, "tau0": None}, 1.0),
+    ({"schedule": "learn", "qk_norm": True, "qk_gain": True, "tau0": None}, 1.0),
+    ({"model": "preln"}, 1.0),
+    ({"model": "preln", "norm": "rms", "qk_norm": True, "qk_gain": True}, 1.0),
+    ({"model": "preln", "init": "gpt2"}, 0.5),
+    ({"model": "postln"}, 0.5),
+    ({"model": "vanilla", "qk_norm": True}, 1.0),
+    ({"model": "dyt"}, 1.0),
 ]
 
 
-@pytest.mark.parametrize(("model", "schedule", "fall"), FALLS)
-def test_a_tiny_model_learns(tiny: Settings, model: str, schedule: str, fall: float):
+@pytest.mark.parametrize(("arm", "fall"), FALLS, ids=str)
+def test_a_tiny_model_learns(tiny: Settings, arm: dict[str, Any], fall: float):
     """To know the words alone is a loss of log 40 = 3.69; to see that a document has four of them, log 4 = 1.39."""
-    result = quiet(replace(tiny, model=model, schedule=schedule, steps=300))
+    result = quiet(replace(tiny, steps=300, **arm))
     first = read_metrics(tiny.out / "metrics.jsonl", "train")[0]["loss"]
     assert first > UNIFORM
     assert KNOWN < result.test_loss < UNIFORM - fall
@@ -182,7 +187,14 @@ def test_the_command_of_a_result_is_what_differs_from_the_defaults():
     assert write_command(settings) == "shaped pretrain --data data --out one --no-train-gains --lr 0.001"
 
 
-@pytest.mark.parametrize(("one", "other"), [({"gamma": 0.5}, {"gamma": 0.1}), ({"tied": True}, {"tied": True, "embedding_std": 0.2})])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"gamma": 0.5}, {"gamma": 0.1}),
+        ({"tied": True}, {"tied": True, "embedding_std": 0.2}),
+        ({"positions": "rope"}, {"positions": "rope", "rope_base": 10.0}),
+    ],
+)
 def test_runs_that_share_a_program_are_what_they_are_alone(tiny: Settings, one: dict[str, Any], other: dict[str, Any]):
     """Also in what is not trained: gains that are buffers, a tied head's scale."""
     fixed = replace(tiny, steps=10, train_gains=False, keep=0, save_model=False)

@@ -55,8 +55,8 @@ def test_killed_and_resumed_is_bit_exact(tiny: Settings, tmp_path: Path):
 
 
 def test_resuming_from_every_checkpoint_is_bit_exact(tiny: Settings, tmp_path: Path):
-    """Learn, whose gains Adam moves too, stopped by the clock and by the keyboard."""
-    settings = replace(tiny, schedule="learn", clip=0.5, decay="linear")
+    """Learn and QK-norm, whose gains Adam moves too, stopped by the clock and by the keyboard."""
+    settings = replace(tiny, schedule="learn", qk_norm=True, qk_gain=True, clip=0.5, decay="linear")
     quiet(settings)
     other = replace(settings, out=tmp_path / "other")
     with pytest.raises(Stopped, match="step 16 of 120"):

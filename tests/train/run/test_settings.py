@@ -12,6 +12,8 @@ import pytest
 
 from refusals import refused
 from shaped.nn.blocks import BLOCKS
+from shaped.nn.initialisations import INITIALISATIONS
+from shaped.nn.norms import NORMS
 from shaped.nn.schedules import SCHEDULES
 from shaped.train.run.options import AFFECTS, TOPICS
 from shaped.train.run.settings import HINTS, Settings
@@ -101,6 +103,11 @@ def test_learning_rates():
         ({"tied": True, "head_std": 0.0}, ("head_std", "tied", "0")),
         ({"tied": True, "embedding_std": 0.0}, ("embedding_std", "tied", "0")),
         ({"tau0": 0.0}, ("tau0", "0")),
+        ({"qk_gain": True}, ("qk_gain", "qk_norm", "True")),
+        ({"init": "gpt2"}, ("init", "theory", "shaped", "gpt2")),
+        ({"model": "vanilla", "init": "bert"}, ("init", "theory", "vanilla", "bert")),
+        ({"dyt_alpha": 0.0}, ("dyt_alpha", "0")),
+        ({"norm": "batch"}, ("norm", "layer, rms", "batch")),
         ({"decay": "linear", "steps": 10}, ("warmup", "10", "1000")),
         ({"out": 3}, ("out", "3")),
         ({"out": ""}, ("out", "path", "''")),
@@ -127,7 +134,7 @@ def test_a_value_of_a_wrong_type_is_refused_in_a_line(tmp_path: Path, name: str)
     path, kind = tmp_path / "settings.toml", HINTS[name]
     right = {Path: ('"x"',), bool: ("true",)}.get(kind, ("-1",) if name == "c_minus" else ())
     for value in WRONG:
-        given = {"data": '"d"', "out": '"o"'} | {name: value}
+        given = {"data": '"d"', "out": '"o"'} | ({"qk_norm": "true"} if name == "qk_gain" else {}) | {name: value}
         path.write_text("".join(f"{key} = {text}\n" for key, text in given.items()))
         if value in right:
             Settings.from_toml(path)
@@ -158,7 +165,7 @@ def test_every_setting_has_a_topic_and_says_what_it_affects():
     for about in fields(Settings):
         assert about.metadata["topic"] in TOPICS
         assert about.metadata["affects"] in AFFECTS
-        assert about.metadata["used_by"] in ("", "gains", "shaping", *SCHEDULES)
+        assert about.metadata["used_by"] in ("", "gains", "shaping", "norms", "dyt", "rope", *SCHEDULES, *OBJECTIVES)
     settings = Settings(data=Path("d"), out=Path("o"))
     parts = [settings.select_affecting(name) for name in AFFECTS]
     assert sum(map(len, parts)) == len(fields(Settings))
@@ -169,7 +176,15 @@ def test_every_setting_has_a_topic_and_says_what_it_affects():
 
 @pytest.mark.parametrize(
     ("name", "registry"),
-    [("model", BLOCKS), ("schedule", SCHEDULES), ("decay", DECAYS), ("optimiser", OPTIMISERS), ("objective", OBJECTIVES)],
+    [
+        ("model", BLOCKS),
+        ("norm", NORMS),
+        ("init", INITIALISATIONS),
+        ("schedule", SCHEDULES),
+        ("decay", DECAYS),
+        ("optimiser", OPTIMISERS),
+        ("objective", OBJECTIVES),
+    ],
 )
 def test_choices_help_and_errors_come_from_the_registry(name: str, registry: dict[str, Any]):
     about = Settings.__dataclass_fields__[name].metadata

@@ -1,5 +1,6 @@
 """Presets, bounds and empty paths of the settings."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,13 @@ import pytest
 
 from refusals import refused
 from shaped.train import study
+from shaped.train.run.folder import find_differences
 from shaped.train.run.settings import PRESETS, Settings
 from train.conftest import status
 
 
 def test_the_recipe_that_won_is_the_default_and_the_papers_a_preset(tmp_path: Path):
-    won = {"recover_steps": 1000, "tau0": 0.01, "steps": 20_000, "lr": 5e-4, "warmup": 1000, "decay": "linear", "embedding_lr": 10.0}
+    won = {"recover_steps": 1000, "tau0": None, "steps": 20_000, "lr": 5e-4, "warmup": 1000, "decay": "linear", "embedding_lr": 10.0}
     paper = {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0}
     places = {"data": "d", "out": "o"}
 
@@ -34,6 +36,20 @@ def test_the_recipe_that_won_is_the_default_and_the_papers_a_preset(tmp_path: Pa
     with refused("preset must change a setting", str(path), "delete from the file", "recover_steps, tau0"):
         Settings.from_toml(path, preset="paper")
     assert PRESETS["paper"] == paper
+    best = Settings.of(places | {"preset": "best"})
+    assert recipe(best) == won | {"lr": 1e-3, "embedding_lr": 5.0}
+    assert best.qk_norm
+
+
+def test_the_default_temperature_is_the_usual_one_with_qk_norm():
+    """Without QK-norm it is the number that was the default before: folders of such runs have it in their settings."""
+    plain, normalised = (Settings.of({"data": "d", "out": "o", "width": 64, "heads": 1, "qk_norm": qk_norm}) for qk_norm in (False, True))
+    assert plain.choose_tau0() == plain.record()["tau0"] == plain.select_affecting("result")["tau0"] == 0.01
+    assert normalised.choose_tau0() == normalised.record()["tau0"] == 0.125
+    assert replace(normalised, tau0=0.5).choose_tau0() == 0.5
+    assert "tau0" not in plain.to_toml()
+    assert find_differences(replace(plain, tau0=0.01), plain) == []
+    assert find_differences(replace(plain, tau0=0.02), plain) == ["tau0"]
 
 
 def test_a_study_may_have_a_preset(tmp_path: Path):

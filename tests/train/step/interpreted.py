@@ -17,11 +17,12 @@ short_attention.fits = lambda x, D: True
 relu_matmul_hopper.count_multiprocessors = lambda device: 1
 
 
-def check(schedule: str, train_gains: bool) -> None:
+def check(schedule: str, train_gains: bool, qk_norm: bool = False) -> None:
     """Tokens, and gradients of tokens, weights and gains, against autograd in double precision."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 30, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    made = ShapedForMaskedLM(ShapedConfig(**sizes, max_position_embeddings=20, gamma=0.4, schedule=schedule, train_gains=train_gains))
+    sizes |= {"max_position_embeddings": 20, "gamma": 0.4, "tau0": 0.2}
+    made = ShapedForMaskedLM(ShapedConfig(**sizes, schedule=schedule, train_gains=train_gains, qk_norm=qk_norm))
     stepper = Stepper(made, MaskedLoss, StepConfig(torch.device("cpu")))
     stepper.set_share(0.7)
     twin: Any = stepper.twin
@@ -57,6 +58,6 @@ def near(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 for module in (relu_matmul, relu_matmul_hopper):
     fused_block.choose_relu_matmul = lambda x, weight, module=module: module
     check("recover", True)
-    check("learn", True)
+    check("learn", True, qk_norm=module is relu_matmul)
     check("fixed", False)
 print("all near")

@@ -17,13 +17,22 @@ from shaped.train.step.stepper import Stepper
 from shaped.train.step.stepper_cache import StepperCache
 from train.step.steppers import CPU, batches, fail_to_compile, make_schedule, model
 
-BLOCKS = [("shaped", "fixed"), ("shaped", "learn"), ("shaped", "recover"), ("preln", "fixed"), ("postln", "fixed"), ("vanilla", "fixed")]
+ARMS: list[dict[str, Any]] = [
+    {"schedule": "fixed"},
+    {"schedule": "learn", "qk_norm": True},
+    {"schedule": "recover", "qk_norm": True, "qk_gain": True},
+    {"block": "preln"},
+    {"block": "preln", "norm": "rms", "qk_norm": True, "init": "gpt2"},
+    {"block": "postln", "norm": "rms"},
+    {"block": "vanilla", "qk_norm": True},
+    {"block": "dyt", "init": "bert"},
+]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("block", "schedule"), BLOCKS)
-def test_the_loss_is_that_of_the_hugging_face_model(block: str, schedule: str, tied: bool):
-    made = model(block=block, schedule=schedule, tie_word_embeddings=tied)
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_the_loss_is_that_of_the_hugging_face_model(arm: dict[str, Any], tied: bool):
+    made = model(tie_word_embeddings=tied, **arm)
     ids, places, labels = (tensor[0] for tensor in batches().chunk(0, 1))
     everywhere = torch.full_like(ids, -100).scatter(-1, places, labels)
     expected = made(ids, labels=everywhere).loss
@@ -82,6 +91,8 @@ def test_every_parameter_has_its_kind():
     assert of["model.layers.2.block.feedforward.post.weight"] == "matrices"
     shaped_ = classify_parameters(model(schedule="learn"))
     assert [sum(kind == wanted for kind in shaped_.values()) for wanted in ("gains", "shaping")] == [3 * 4, 3 * 3]
+    arms = classify_parameters(model(block="dyt", qk_norm=True, qk_gain=True))
+    assert arms["model.layers.0.block.attention.qk_gains.query"] == arms["model.norm.alpha"] == "vectors"
     tied = classify_parameters(model(tie_word_embeddings=True))
     assert "head" not in tied.values()
 
@@ -141,11 +152,11 @@ def test_frozen_parameters_are_refused():
         Stepper(made, MaskedLoss, StepConfig(CPU))
 
 
-@pytest.mark.parametrize("block", ["shaped", "preln", "postln"])
-def test_a_stream_in_bfloat16_follows_float32(block: str):
+@pytest.mark.parametrize("arm", [ARMS[i] for i in (0, 2, 3, 4, 5, 7)], ids=str)
+def test_a_stream_in_bfloat16_follows_float32(arm: dict[str, Any]):
     losses = []
     for stream in (torch.float32, torch.bfloat16):
-        made = model(block=block)
+        made = model(**arm)
         stepper, seen = Stepper(made, MaskedLoss, StepConfig(CPU, half=True, stream=stream)), []
 
         def look(module: Any, given: Any, tokens: Any, seen: list[torch.dtype] = seen) -> None:
@@ -215,8 +226,13 @@ def test_the_cache_shares_a_stepper_between_models_of_one_program():
         cache.get(model(block="preln"), MaskedLoss, config, (12, 2, 8), said.append),
         cache.get(model(num_hidden_layers=2), MaskedLoss, config, (12, 2, 8), said.append),
         cache.get(model(c_minus=-5.0), MaskedLoss, config, (12, 2, 8), said.append),
+        cache.get(model(qk_norm=True), MaskedLoss, config, (12, 2, 8), said.append),
+        cache.get(model(qk_norm=True, qk_gain=True), MaskedLoss, config, (12, 2, 8), said.append),
+        cache.get(model(qk_norm=True, tau0=0.5), MaskedLoss, config, (12, 2, 8), said.append),
+        cache.get(model(block="preln", norm="rms"), MaskedLoss, config, (12, 2, 8), said.append),
+        cache.get(model(block="dyt"), MaskedLoss, config, (12, 2, 8), said.append),
     ]
-    assert len({id(stepper) for stepper in (first, *others)}) == 7
+    assert len({id(stepper) for stepper in (first, *others)}) == 12
     cache.clear()
     assert cache.get(model(), MaskedLoss, config, (12, 2, 8), said.append) is not first
 

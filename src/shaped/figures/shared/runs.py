@@ -35,10 +35,15 @@ def hash_runs(places: tuple[Path, ...]) -> Settings:
 
 
 def read_runs(settings: Settings, what: str, having: Callable[[RunRecord], Any]) -> list[RunRecord]:
-    """The runs for which `having` is true; NoData, which names `what`, if there is none."""
-    found = [run for run in run_records.read_runs([Path(run) for run in settings.runs]) if having(run)]
+    """The runs of the paper's objective for which `having` is true; NoData, which names `what`, if there is none.
+
+    Losses and entropies of causal models are not comparable with those of masked language models.
+    """
+    every = run_records.read_runs([Path(run) for run in settings.runs])
+    found = [run for run in every if run.objective == "masked" and having(run)]
     if not found:
-        raise NoData(f"runs must have {what}, got none in {', '.join(settings.runs) or 'no folder or file'}")
+        places = ", ".join(settings.runs) or "no folder or file"
+        raise NoData(f"runs must have {what}, from masked language modelling, got none in {places}")
     return found
 
 

@@ -19,7 +19,8 @@ CHUNK, CHARACTERS = 20_000, 4_000_000
 """Lines that are tokenised, written and recorded at a time, and about how many characters of them at most: the tokenizer takes some
 hundred bytes for each."""
 STATE = {"lines": 0, "rows": 0, "rest": [], "documents": 0, "complete": False, "left_out": False, "sha256": hashlib.sha256().hexdigest()}
-"""How far the packing of an array has come, and the hash of its rows so far."""
+STATE |= {"bytes": 0, "rest_bytes": 0}
+"""How far the packing of an array has come, the hash of its rows so far, and the bytes of their text and of the rest's."""
 
 
 def pack_rows(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, dtype: str, limit: int | None) -> dict[str, Any]:
@@ -41,6 +42,8 @@ def pack_rows(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, d
             if most is not None and state["rows"] + rows >= most:
                 rows = most - state["rows"]
                 state["complete"] = state["left_out"] = True
+            rest = flat[rows * (length - 1) :]
+            rest_bytes = _count_rest(chunk, tokenizer, len(rest), state)
             packed = np.full((rows, length), first, dtype)
             packed[:, 1:] = flat[: rows * (length - 1)].reshape(rows, length - 1)
             file.write(packed.tobytes())
@@ -50,11 +53,12 @@ def pack_rows(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, d
             state["rows"] += rows
             state["lines"] += len(chunk)
             state["documents"] += chunk.count(None)
-            state["rest"] = flat[rows * (length - 1) :].tolist()
+            state["bytes"] += state["rest_bytes"] + sum(map(_count_bytes, chunk)) - rest_bytes
+            state["rest"], state["rest_bytes"] = rest.tolist(), rest_bytes
             state["complete"] |= not chunk
             state["sha256"] = digest.hexdigest()
             write_sealed(progress, state)
-    counts = {"rows": state["rows"], "tokens": state["rows"] * length, "documents": state["documents"]}
+    counts = {name: state[name] for name in ("rows", "documents", "bytes")} | {"tokens": state["rows"] * length}
     return counts | {"sha256": digest.hexdigest(), "stopped_at_limit": state["left_out"]}
 
 
@@ -89,6 +93,32 @@ def _tokenise(chunk: list[Line], tokenizer: Any, rest: list[int], end: int, dtyp
     """The tokens of a chunk of lines, after the `rest` of the last chunk."""
     encoded = iter(tokenizer.encode_batch_fast([line for line in chunk if line is not None], add_special_tokens=False))
     return np.concatenate([np.asarray(rest, dtype), *(np.asarray([end] if line is None else next(encoded).ids, dtype) for line in chunk)])
+
+
+def _count_bytes(line: Line) -> int:
+    """The bytes of the original text, in UTF-8, and of the line end after it. The blank line that ends a document has one byte."""
+    return 1 if line is None else len(line.encode()) + 1
+
+
+def _count_rest(chunk: list[Line], tokenizer: Any, tokens: int, state: dict[str, Any]) -> int:
+    """The bytes of the last `tokens` tokens of a chunk. The chunk comes after the rest of `state`, to which the tokens may reach back.
+
+    The line that is cut is cut after the text of its last token in a row. Tokenizers say where that is in the original text, before they
+    lower its case.
+    """
+    total = 0
+    for line in reversed(chunk):
+        if tokens <= 0:
+            return total
+        if line is None:
+            tokens, total = tokens - 1, total + 1
+            continue
+        encoded = tokenizer.encode(line, add_special_tokens=False)
+        if len(encoded.ids) > tokens:
+            last = encoded.offsets[len(encoded.ids) - tokens - 1][1]
+            return total + _count_bytes(line[last:])
+        tokens, total = tokens - len(encoded.ids), total + _count_bytes(line)
+    return total + (state["rest_bytes"] if tokens > 0 else 0)
 
 
 def progress_file(path: Path) -> Path:

@@ -98,6 +98,8 @@ def load_data(folder: Path) -> Data:
             about = check_entries(part, facts[part], rows=int, tokens=int, documents=int, sha256=str, stopped_at_limit=bool)
             if about["rows"] < 0 or about["tokens"] != about["rows"] * facts["length"]:
                 raise ValueError(f"{part} must have rows of {facts['length']} tokens, got {about['tokens']} in {about['rows']} rows")
+            if "bytes" in about:  # older folders do not say it
+                whole_number(f"bytes of {part}", about["bytes"], least=about["rows"])
         check_entries("special", facts["special"], **dict.fromkeys(SPECIAL, int))
         if facts["special"] != IDS:
             raise ValueError(f"special must be {IDS}, got {facts['special']}")

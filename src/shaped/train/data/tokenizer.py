@@ -13,6 +13,8 @@ from shaped.files import read_text, remove, sha256
 PAD, UNKNOWN, FIRST, END, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """`[CLS]` begins a row, `[SEP]` ends a document; they are the first entries of every vocabulary, in this order."""
 
+ROLES = {"pad_token": PAD, "unk_token": UNKNOWN, "cls_token": FIRST, "sep_token": END, "mask_token": MASK}
+
 
 def load_tokenizer(folder: Path) -> Any:
     from tokenizers import Tokenizer
@@ -83,17 +85,33 @@ def make_tokenizer(folder: Path, text: Callable[[], Iterator[str]], vocab: int, 
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{FIRST} $A {END}", pair=f"{FIRST} $A {END} $B:1 {END}:1", special_tokens=[(FIRST, 2), (END, 3)]
     )
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        cls_token=FIRST,
-        sep_token=END,
-        mask_token=MASK,
-        model_max_length=length,
-    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ROLES, model_max_length=length)
     unfinished = folder.with_name(".tokenizer")
     shutil.rmtree(unfinished, ignore_errors=True)
     wrapped.save_pretrained(unfinished)
     remove(folder)
     os.replace(unfinished, folder)
+
+
+def write_causal_tokenizer(source: Path, out: Path) -> None:
+    """Writes the tokenizer for a model that goes on with a text: it does not put `[SEP]`, the end of a document, after the text.
+
+    `[CLS]` and `[SEP]` are also its tokens of beginning and end, for `generate`, which pads on the left. Other files in `out` stay.
+    """
+    from tokenizers import processors
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    made = load_tokenizer(source)
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{FIRST} $A", pair=f"{FIRST} $A {END} $B", special_tokens=[(FIRST, 2), (END, 3)]
+    )
+    length = AutoTokenizer.from_pretrained(source).model_max_length
+    PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        **ROLES,
+        bos_token=FIRST,
+        eos_token=END,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+        model_max_length=length,
+    ).save_pretrained(out)

@@ -17,13 +17,13 @@ GAIN_PATHS = {"attention.shaping.gamma1": "gamma1", "attention.shaping.gamma2": 
 
 
 @torch.no_grad()
-def observe(model: nn.Module, ids: Tensor, gradients: dict[str, Tensor]) -> dict[str, list[float]]:
+def observe(model: nn.Module, ids: Tensor, gradients: dict[str, Tensor], **inputs: Any) -> dict[str, list[float]]:
     """Every quantity in `nn.diagnostics`, one number a layer, for a forward pass of these ids and for these gradients, by parameter.
 
-    Quantities that no layer has, such as the gains of a Pre-LN model, are left out.
+    `inputs` are other arguments of the model. Quantities that no layer has, such as the gains of a Pre-LN model, are left out.
     """
     with Observation(model) as seen:
-        model(input_ids=ids)
+        model(input_ids=ids, **inputs)
     for name, (layer, _) in seen.layers.items():
         of_layer = [gradient for parameter, gradient in gradients.items() if parameter.startswith(name + ".")]
         seen.values[name] |= measure(Source.GRADIENTS, of_layer) | measure(Source.GAINS, read_gains(layer))

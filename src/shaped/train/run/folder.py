@@ -67,13 +67,15 @@ def claim_folder(settings: Settings) -> None:
 
 def find_differences(before: Settings, now: Settings) -> list[str]:
     """The names of settings that must not change when a run goes on, but did."""
-    return [name for name, value in now.select_affecting("result").items() if getattr(before, name) != value]
+    old = before.select_affecting("result")
+    return [name for name, value in now.select_affecting("result").items() if old[name] != value]
 
 
 def refuse_other_settings(before: Settings, now: Settings) -> None:
     for name in find_differences(before, now)[:1]:
         raise ValueError(
-            f"{name} must be {getattr(before, name)}, as in the run that {now.out} holds, got {getattr(now, name)}: "
+            f"{name} must be {before.select_affecting('result')[name]}, as in the run that {now.out} holds, "
+            f"got {now.select_affecting('result')[name]}: "
             "another out, or delete that folder"
         )
 

@@ -28,7 +28,7 @@ from shaped.train.step.objectives import load_objective
 from shaped.train.step.stepper import Log
 from shaped.train.step.stepper_cache import StepperCache
 
-OBSERVED_ROWS = 8
+OBSERVED_ROWS, OBSERVED_TOKENS = 8, 8192  # at most; observing takes memory for matrices of length x length
 
 
 def pretrain(settings: Settings, *, log: Log = print, progress: bool = False, steppers: StepperCache | None = None) -> Result:
@@ -161,15 +161,16 @@ class Run:
         self._write("train", loss=sum(window) / len(window), lr=rate, count=len(window), **speed)
 
     def _write_layers(self) -> None:
-        ids = self.test.chunk(0, 1)[0][0, :OBSERVED_ROWS]
+        rows = max(1, min(OBSERVED_ROWS, OBSERVED_TOKENS // self.data.length))
+        batch = tuple(tensor[0] if tensor.ndim == 1 else tensor[0, :rows] for tensor in self.test.chunk(0, 1))
         with self.stepper.attention_backend():
-            self._write("layers", **diagnostics.observe(self.model, ids, self.stepper.gradients()))
+            self._write("layers", **diagnostics.observe(self.model, batch[0], self.stepper.gradients(), **self.objective.inputs(batch)))
 
     def _write_test(self, rows: int | None) -> float:
         loss = self.evaluate(rows)
         if not math.isfinite(loss):
             raise Diverged(f"the test loss after step {self.step} is not finite, {self._name_last_checkpoint()}")
-        self._write("test", **self.objective.metrics(loss, self.data))
+        self._write("test", **self.objective.metrics(loss, self.data, self.settings))
         return loss
 
     def _complete_metrics(self) -> None:

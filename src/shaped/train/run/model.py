@@ -10,13 +10,17 @@ import torch
 import transformers
 
 from shaped.hf import ShapedConfig
-from shaped.train.data.prepared import Data
+from shaped.train.data.prepared import IDS, Data
+from shaped.train.data.tokenizer import END, FIRST, write_causal_tokenizer
 from shaped.train.run.checkpoint import writing_tensors
-from shaped.train.run.settings import Settings
+from shaped.train.run.settings import DEFAULTS, Settings, find_parts
 
 
 def build_model(settings: Settings, model: Any, vocab: int, length: int) -> Any:
     """A model of this class at initialisation: a function of the settings and their seed."""
+    parts = find_parts(settings.model, settings.schedule, settings.embedding_norm)
+    # A vanilla model has no setting for its temperature. With QK-norm it has the usual one.
+    usual = settings.qk_norm and "shaping" not in parts
     config = ShapedConfig(
         vocab_size=vocab,
         hidden_size=settings.width,
@@ -24,10 +28,17 @@ def build_model(settings: Settings, model: Any, vocab: int, length: int) -> Any:
         num_attention_heads=settings.heads,
         intermediate_size=settings.hidden,
         max_position_embeddings=length,
+        positions=settings.positions,
+        rope_base=settings.rope_base,
         block=settings.model,
         gamma=settings.gamma,
         gamma_feedforward=settings.gamma_feedforward,
-        tau0=settings.tau0,
+        norm=settings.norm if "norms" in parts else DEFAULTS["norm"],
+        dyt_alpha=settings.dyt_alpha if "dyt" in parts else DEFAULTS["dyt_alpha"],
+        qk_norm=settings.qk_norm,
+        qk_gain=settings.qk_gain,
+        init=settings.init,
+        tau0=settings.width**-0.5 if usual else settings.choose_tau0(),
         c_minus=settings.c_minus,
         activation=settings.activation,
         schedule=settings.schedule,
@@ -37,6 +48,8 @@ def build_model(settings: Settings, model: Any, vocab: int, length: int) -> Any:
         embedding_std=settings.embedding_std,
         head_std=settings.head_std,
         tie_word_embeddings=settings.tied,
+        bos_token_id=IDS[FIRST] if model.causal else None,  # `generate` begins and ends with them
+        eos_token_id=IDS[END] if model.causal else None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -52,4 +65,7 @@ def write_model(model: Any, data: Data, out: Path) -> list[str]:
     tokenizer = data.hash_tokenizer()
     for name in tokenizer:
         shutil.copy2(data.folder / "tokenizer" / name, out)
-    return ["config.json", *(path.name for path in out.glob("*.safetensors*")), *tokenizer]
+    if model.causal:
+        write_causal_tokenizer(data.folder / "tokenizer", out)
+    names = ["config.json", *(["generation_config.json"] if model.causal else []), *(path.name for path in out.glob("*.safetensors*"))]
+    return [*names, *tokenizer]

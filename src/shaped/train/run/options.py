@@ -51,7 +51,8 @@ def option(
     Args:
         topic: a key of TOPICS.
         affects: a key of AFFECTS.
-        used_by: the part of a model that makes use of it ("gains", "shaping", or a schedule); empty if all do.
+        used_by: the part of a model that makes use of it ("gains", "shaping", "norms", "dyt", "rope", or a schedule), or the
+            objective; empty if all do.
         choices, least, most, low, high: its values: one of `choices`, a whole number in [least, most], a number in [low, high].
     """
     rules = {"choices": choices, "least": least, "most": most, "low": low, "high": high}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shaped.files import check_entries, read_json, sha256, write_sealed
+from shaped.nn.blocks import BLOCKS
 from shaped.train.run.settings import PRESETS, Settings
 
 LAST = 500  # steps over which the training loss of a result is averaged
@@ -61,7 +62,7 @@ class Result:
 
     @property
     def name(self) -> str:
-        return name_kind(self.model, self.schedule)
+        return name_kind(self.settings | {"model": self.model, "schedule": self.schedule})
 
 
 def make_result(settings: Settings, lines: list[dict[str, Any]], **about: Any) -> Result:
@@ -115,9 +116,11 @@ def check_scores(name: str, scores: Any) -> dict[str, Any]:
     return scores
 
 
-def name_kind(model: str, schedule: str) -> str:
-    """What the paper's tables call a run: the schedule, or the kind of block of a baseline."""
-    return schedule if model == "shaped" else model
+def name_kind(settings: dict[str, Any]) -> str:
+    """What tables call a run: the schedule, or the kind of block of a baseline; with what the paper's models do not have."""
+    model = settings["model"]
+    has_rms = settings.get("norm") == "rms" and "norms" in BLOCKS[model].parts
+    return (settings["schedule"] if model == "shaped" else model) + "-rms" * has_rms + "-qk" * bool(settings.get("qk_norm"))
 
 
 def find_commit() -> str:

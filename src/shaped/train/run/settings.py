@@ -12,61 +12,106 @@ from typing import Any
 
 from shaped.files import read_text
 from shaped.nn.activations import ACTIVATIONS, C_MINUS
-from shaped.nn.blocks import BLOCKS
+from shaped.nn.blocks import BLOCKS, check_init
+from shaped.nn.initialisations import INITIALISATIONS
+from shaped.nn.modules import check_qk_gain
+from shaped.nn.norms import DYT_ALPHA, NORMS
+from shaped.nn.rotary import POSITIONS, ROPE_BASE, check_rope
 from shaped.nn.schedules import SCHEDULES
+from shaped.train.data.causal import BORDERS
 from shaped.train.run.options import check, describe, option
 from shaped.train.step.attention_backends import CHOICES as ATTENTION
 from shaped.train.step.learning_rates import DECAYS, compute_learning_rate
 from shaped.train.step.objectives import OBJECTIVES
 from shaped.train.step.optimisers import OPTIMISERS
 
+TAU0 = 0.01  # found without QK-norm
+MASK_SHARE = 0.15
 WIDEST, DEEPEST = 1 << 20, 4096  # with more, tensors have more entries than memory has addresses, and a model takes hours to build
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0}
+    "paper": {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0},
+    "best": {"qk_norm": True, "lr": 1e-3, "embedding_lr": 5.0},  # the best arm of docs/race.md so far, tuned there
+    "causal": {  # the size of GPT-2, with the recipe of "best"; not tuned yet
+        "objective": "causal",
+        "positions": "rope",
+        "qk_norm": True,
+        "depth": 12,
+        "heads": 12,
+        "batch": 16,
+        "lr": 1e-3,
+        "embedding_lr": 5.0,
+        "steps": 10_000,
+        "warmup": 500,
+        "recover_steps": 500,
+    },
 }
 """Settings by one name. They override the defaults; settings that are given override them."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A pre-training run. The defaults are the recipe that trained best so far; the preset "paper" has the paper's."""
+    """A pre-training run. The defaults are the recipe that trained best without QK-norm; presets have others, such as the paper's."""
 
     data: Path = option(MISSING, "Folder made by `shaped data prepare`.", topic="data", affects="place")
     out: Path = option(MISSING, "Folder of the run; if a run was interrupted there, it continues.", topic="data", affects="place")
     objective: str = option("masked", f"What is trained. {describe(OBJECTIVES)}", topic="data", choices=tuple(OBJECTIVES))
     batch: int = option(32, "Rows of a step, over all processes.", topic="data", least=1)
     mask_share: float = option(
-        0.15, "Share of the tokens that are masked, above 0; the same number in every row, at least one.", topic="data", low=0.0, high=1.0
-    )
+        MASK_SHARE, "Share of the tokens that are masked, above 0; the same number in every row, at least one.",
+        topic="data", used_by="masked", low=0.0, high=1.0,
+    )  # fmt: skip
+    borders: str = option(
+        "ignore", "respect: a token attends only within its own document, and positions restart there; slower.",
+        topic="data", used_by="causal", choices=BORDERS,
+    )  # fmt: skip
 
     model: str = option("shaped", f"Kind of block. {describe(BLOCKS)}", topic="model", choices=tuple(BLOCKS))
     schedule: str = option(
         "recover", f"How the shaping changes in training. {describe(SCHEDULES)}", topic="model", used_by="shaping", choices=tuple(SCHEDULES)
     )
     recover_steps: int = option(1000, "Recover: steps in which the shaping goes to 0.", topic="model", used_by="recover", least=1)
+    norm: str = option(
+        "layer", f"Norms of preln, postln and the embedding. {describe(NORMS)}", topic="model", used_by="norms", choices=tuple(NORMS)
+    )
+    dyt_alpha: float = option(DYT_ALPHA, "DyT: where alpha starts, in tanh(alpha x).", topic="model", used_by="dyt", low=1e-6)
+    qk_norm: bool = option(False, "Divide the queries and keys of each head by their root mean square.", topic="model")
+    qk_gain: bool = option(False, "QK-norm with trained gains, one vector for queries and one for keys.", topic="model")
+    init: str = option(
+        "theory",
+        f"How the matrices of preln, postln and dyt start, and by default tables and output matrix. {describe(INITIALISATIONS)}",
+        topic="model", choices=tuple(INITIALISATIONS),
+    )  # fmt: skip
     depth: int = option(18, "Depth d, the number of blocks.", topic="model", least=1, most=DEEPEST)
     width: int = option(768, "Width n.", topic="model", least=1, most=WIDEST)
     heads: int = option(8, "Attention heads; they must divide the width.", topic="model", least=1, most=WIDEST)
     hidden: int | None = option(
         None, "Width inside the feed-forward layers; 4 times the width by default.", topic="model", least=1, most=4 * WIDEST
     )
+    positions: str = option("learned", "A table of positions, or rotated queries and keys.", topic="model", choices=POSITIONS)
+    rope_base: float = option(ROPE_BASE, "Base of the angles of rope.", topic="model", used_by="rope", low=1e-6)
     gamma: float = option(0.1, "Where the gains of the residual branches start.", topic="model", used_by="gains", low=0.0, high=1.0)
     gamma_feedforward: float | None = option(
         None, "Where the gains of the feed-forward branches start, if not at gamma.", topic="model", used_by="gains", low=0.0, high=1.0
     )
-    tau0: float = option(
-        0.01, "Temperature, times sqrt(n n_k): width^-1/2 is the usual one, less is sharper at the start.",
+    tau0: float | None = option(
+        None, "Temperature, times sqrt(n n_k); less is sharper at the start. By default 0.01, and width^-1/2, the usual one, with qk_norm.",
         topic="model", used_by="shaping", low=1e-6,
     )  # fmt: skip
     c_minus: float = option(C_MINUS, "Shaped ReLU: the negative slope starts at 1 + c_minus/sqrt(n).", topic="model", used_by="shaping")
     activation: str = option("relu", "Activation of the feed-forward layers.", topic="model", choices=tuple(ACTIVATIONS))
     train_gains: bool = option(True, "Train lambda and gamma.", topic="model", used_by="gains")
-    embedding_norm: bool = option(False, "LayerNorm on the embedding.", topic="model")
+    embedding_norm: bool = option(False, "A norm on the embedding.", topic="model")
     embedding_std: float | None = option(
-        None, "Start of the embedding tables; by default tokens + positions have variance 1.", topic="model", low=0.0, high=1e3
+        None,
+        "Start of the embedding tables; by default tokens + positions have variance 1, or as init says.",
+        topic="model",
+        low=0.0,
+        high=1e3,
     )
-    head_std: float | None = option(None, "Start of the output matrix; width^-1/2 by default.", topic="model", low=0.0, high=1e3)
+    head_std: float | None = option(
+        None, "Start of the output matrix; width^-1/2 by default, or as init says.", topic="model", low=0.0, high=1e3
+    )
     tied: bool = option(
         False, "The output matrix is the tokens' embedding, times a constant, so that it starts at head_std.", topic="model"
     )
@@ -133,6 +178,12 @@ class Settings:
         if self.width % self.heads:
             raise ValueError(f"heads must divide the width, {self.width}, got {self.heads}")
         ACTIVATIONS[self.activation].from_config(float(self.c_minus))  # refuses a c_minus that it would ignore
+        check_rope(self.positions, self.rope_base, self.width // self.heads)
+        for name, objective, default in (("mask_share", "masked", MASK_SHARE), ("borders", "causal", "ignore")):
+            if self.objective != objective and getattr(self, name) != default:
+                raise ValueError(f"{name} must be {default}, its default, for the objective {self.objective}, got {getattr(self, name)}")
+        check_qk_gain(self.qk_norm, self.qk_gain)
+        check_init(self.init, self.model)
         if self.tied and self.head_lr != 1.0:
             raise ValueError(f"head_lr must be 1 for a tied output matrix, which embedding_lr is for, got {self.head_lr}")
         for name in ("embedding_std", "head_std"):
@@ -145,13 +196,23 @@ class Settings:
         """The learning rate of a step, counted from 0."""
         return compute_learning_rate(step, lr=self.lr, warmup=self.warmup, steps=self.steps, decay=self.decay)
 
+    def choose_tau0(self) -> float:
+        """The temperature, its default resolved."""
+        default = self.width**-0.5 if self.qk_norm else TAU0
+        return default if self.tau0 is None else self.tau0
+
     def select_affecting(self, *affects: str) -> dict[str, Any]:
         """The settings that affect one of these (keys of AFFECTS), by name."""
-        return {about.name: getattr(self, about.name) for about in fields(self) if about.metadata["affects"] in affects}
+        affecting = {about.name for about in fields(self) if about.metadata["affects"] in affects}
+        return {name: value for name, value in self._resolve().items() if name in affecting}
 
     def record(self) -> dict[str, Any]:
         """The settings that results and records keep: all but places, by name."""
-        return {name: value for name, value in asdict(self).items() if name not in PLACES}
+        return {name: value for name, value in self._resolve().items() if name not in PLACES}
+
+    def _resolve(self) -> dict[str, Any]:
+        """All settings by name. The temperature is a number, as in the runs that were made when its default was one."""
+        return asdict(self) | {"tau0": self.choose_tau0()}
 
     def to_toml(self) -> str:
         chosen = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items() if value is not None}
@@ -162,7 +223,8 @@ class Settings:
         """The settings of a file. `overrides` override them, and may name a preset for what neither says."""
         given = read_toml(path) | overrides
         preset = overrides.get("preset")
-        if preset in PRESETS and PRESETS[preset].keys() <= given.keys():  # such as the settings.toml of a run, which has every setting
+        # The settings.toml of a run has every setting, but those that are left to their default of None.
+        if preset in PRESETS and {name for name in PRESETS[preset] if DEFAULTS[name] is not None} <= given.keys():
             names = ", ".join(PRESETS[preset])
             raise ValueError(
                 f"preset must change a setting, got {preset!r}, all of whose settings {path} has already, and the file prevails: "
@@ -185,6 +247,16 @@ class Settings:
             if about.default is MISSING and given.get(name) is None:
                 raise ValueError(f"{name} must be given: {about.metadata['help']}")
         return cls(**given)
+
+
+def find_parts(model: str, schedule: str, embedding_norm: bool) -> set[str]:
+    """The parts of a model that settings name in `used_by`; the empty name is a part of every model."""
+    parts = {"", *BLOCKS[model].parts}
+    if "shaping" in parts:
+        parts.add(schedule)
+    if embedding_norm and "dyt" not in parts:
+        parts.add("norms")
+    return parts
 
 
 def _resolve_preset(given: dict[str, Any]) -> dict[str, Any]:

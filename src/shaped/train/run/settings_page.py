@@ -28,9 +28,10 @@ COLUMNS = ("option", "key", "default", "values", "affects", "used by", "what it 
 def write_page() -> str:
     """The page as Markdown: a table by topic."""
     parts = [HEAD, *(f"- **{name}**: {about}." for name, about in AFFECTS.items()), ""]
-    parts += ['"Used by" names the part of the model, or the schedule, that reads the setting; models without it ignore it.']
-    parts += ["Only `shaped` has shaping, and so a schedule; `shaped` and `vanilla` have gains, `preln` and `postln` have none."]
-    parts += ["Numbers must be finite in float32.", ""]
+    parts += ['"Used by" names the part of the model, the schedule or the objective that reads the setting; models without it ignore it.']
+    parts += ["Only `shaped` has shaping, and so a schedule; `shaped` and `vanilla` have gains, `preln`, `postln` and `dyt` have none."]
+    parts += ["`preln` and `postln` have norms; so has every model but `dyt` with `--embedding-norm`.", "`dyt` has DyT."]
+    parts += ["A setting of another objective, and `rope_base` without rope, are refused.", "Numbers must be finite in float32.", ""]
     for topic, title in TOPICS.items():
         rows = [_write_row(about) for about in fields(Settings) if about.metadata["topic"] == topic]
         parts += [f"## {title}", "", _join_cells(COLUMNS), "|" + " --- |" * len(COLUMNS), *rows, ""]

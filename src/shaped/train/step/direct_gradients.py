@@ -109,15 +109,18 @@ class DirectEmbedding(nn.Module):
 def install_direct_embeddings(model: nn.Module, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> set[str]:
     """Replaces the tables of tokens and returns their names. A table that is also the output matrix stays.
 
-    Only on a GPU: there, copying a gradient with a row for every token of the vocabulary takes longer than summing the batch's rows.
+    Only on a GPU: there, copying a gradient with a row for every token of the vocabulary takes longer than summing the batch's rows. And
+    only if another parameter is left to autograd, which would else have nothing to differentiate.
     """
     found: dict[str, Any] = {f"{name}.tokens.weight": module for name, module in model.named_modules() if isinstance(module, Embedding)}
     for name, module in list(found.items()):
         uses = sum(getattr(other, "weight", None) is module.tokens.weight for other in model.modules())
-        if uses > 1 or not gradients[name].is_cuda:
+        left = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter is not module.tokens.weight]
+        if uses > 1 or not left or not gradients[name].is_cuda:
             del found[name]
         else:
-            module.tokens = DirectEmbedding(weights[name], gradients[name], module.positions.weight)
+            trained = left[0] if module.positions is None else module.positions.weight
+            module.tokens = DirectEmbedding(weights[name], gradients[name], trained)
     return set(found)
 
 

@@ -11,6 +11,7 @@ from shaped.kernels.fused_block import Block, BlockFunction, Gains, Matrix
 from shaped.kernels.side_stream import SideStream
 from shaped.nn.activations import ShapedReLU
 from shaped.nn.blocks import ShapedTransformerBlock
+from shaped.nn.rotary import Rotation
 from shaped.train.step.direct_gradients import DirectLinear
 
 
@@ -19,7 +20,7 @@ class FusedBlock:
 
     Args:
         block: one of those for which `can_fuse` is True.
-        fallback: called where the kernels do not fit: with a mask, long sequences, other precisions.
+        fallback: called where the kernels do not fit: with a mask, rotary positions, long sequences, other precisions.
         side_stream: the same for all blocks.
         last: is its backward pass the last one?
     """
@@ -27,11 +28,19 @@ class FusedBlock:
     def __init__(self, block: Any, fallback: Any, side_stream: SideStream, last: bool):
         self.block, self.fallback, self.side_stream, self.last = block, fallback, side_stream, last
 
-    def __call__(self, x: Tensor, mask: Tensor | None = None, attend: None = None, places: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        attend: None = None,
+        places: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
         """Arguments as in `ShapedTransformerBlock.forward`."""
         block, attention, feedforward = self.block, self.block.attention, self.block.feedforward
-        if mask is not None or x.dtype != attention.output.weight.dtype or not attention.fits_short_kernel(x):
-            return self.fallback(x, mask, attend, places)
+        other = mask is not None or rotation is not None or x.dtype != attention.output.weight.dtype
+        if other or not attention.fits_short_kernel(x):
+            return self.fallback(x, mask, attend, places, rotation)
         gamma1, gamma2 = attention.shaping()
         gains = Gains(
             lam_attention=block.lam_attention,
@@ -51,6 +60,7 @@ class FusedBlock:
             scale=attention.scale,
             side_stream=self.side_stream,
             last=self.last,
+            qk_eps=attention.qk_eps,
         )
         return BlockFunction.apply(x, places, tensors, *gains)
 
@@ -69,6 +79,8 @@ def can_fuse(blocks: Sequence[nn.Module]) -> bool:
 def _can_fuse_one(block: ShapedTransformerBlock) -> bool:
     """Shaped attention with one product for q, k and v, the shaped ReLU, weights whose gradients are written in place."""
     attention, feedforward = block.attention, block.feedforward
+    if attention.qk_gains is not None:  # the kernels have QK-norm, but not its trained gains
+        return False
     matrices = (attention.qkv, attention.output, feedforward.pre, feedforward.post)
     # The shaped ReLU is the one activation that the kernels are written for. An unshaped one has no slope.
     if not isinstance(feedforward.activation, ShapedReLU) or feedforward.slope is None or attention.shaping is None:

@@ -33,6 +33,9 @@ def _describe_program(model: Any) -> tuple[Any, ...]:
     config = model.config
     negative = config.c_minus < -math.sqrt(config.hidden_size)  # a negative slope needs other passes of a block
     kinds = (config.block, config.activation, config.schedule == "learn", config.train_gains, config.embedding_norm, negative)
+    # With QK-norm the temperature is in the scale of the logits, a constant of the program; without, it is in the weights.
+    normalised = (config.norm, config.qk_norm, config.qk_gain, config.qk_norm and config.tau0)
     tied = config.tie_word_embeddings and getattr(model, "head_scale", True)  # the scale is a constant of the program
     shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size, config.vocab_size)
-    return kinds, tied, shape, config.max_position_embeddings
+    positions = (config.is_decoder, config.positions, config.rope_base, config.max_position_embeddings)
+    return kinds, normalised, tied, shape, positions

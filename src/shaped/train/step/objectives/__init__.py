@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 from shaped.train.data.batches import Batches
 from shaped.train.data.prepared import Data
 
@@ -24,8 +26,11 @@ class Objective:
     """Called with the data, its part ("train" or "valid"), the settings, and the arguments of `Batches`."""
     loss: Any
     """A `Loss` class (`shaped.train.step.objectives.losses`), made from a model; takes a batch."""
-    metrics: Callable[[float, Data], dict[str, float]]
-    """What a test line of metrics.jsonl says: "loss", the mean loss itself, and what else follows from it."""
+    metrics: Callable[[float, Data, Any], dict[str, float]]
+    """What a test line of metrics.jsonl says, from the mean loss, the data and the settings: "loss", the mean loss itself, and what else
+    follows from it."""
+    inputs: Callable[[tuple[Tensor, ...]], dict[str, Any]]
+    """The model's arguments for a batch beside its tokens, to observe the layers."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,10 @@ class Entry:
     """A few words for the command's help."""
 
 
-OBJECTIVES = {"masked": Entry("shaped.train.step.objectives.masked_lm", "masked language modelling")}
+OBJECTIVES = {
+    "masked": Entry("shaped.train.step.objectives.masked_lm", "masked language modelling"),
+    "causal": Entry("shaped.train.step.objectives.causal_lm", "prediction of the next token"),
+}
 
 
 def load_objective(name: str) -> Objective:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shaped.hf.models import ShapedModel
 from shaped.kernels.side_stream import SideStream
+from shaped.nn.rotary import Rotation
 from shaped.train.step.fused_block import FusedBlock, can_fuse
 
 
@@ -24,7 +25,7 @@ class Loss(nn.Module, ABC):
         super().__init__()
         self.stream = stream
         self.model: Any = model
-        self.embedding, self.final = body.embedding, body.norm
+        self.embedding, self.final, self.rotate = body.embedding, body.norm, body.rotate
         run = (lambda part: torch.compile(part, dynamic=False, fullgraph=True)) if compile == "blocks" else (lambda part: part)
         blocks: list[Any] = [layer.block for layer in body.layers]
         if compile == "blocks" and can_fuse(blocks):
@@ -35,15 +36,21 @@ class Loss(nn.Module, ABC):
         # In a dict, so that they are not registered as submodules twice: the model has them already.
         self._run: dict[str, Any] = {"embed": run(self.embed), "head": run(self.head), "blocks": blocks}
 
-    def encode(self, ids: Tensor, mask: Tensor | None = None, places: Tensor | None = None) -> Tensor:
-        """The last layer's tokens. With `places`, [batch, k], only those: its feed-forward branch then sees no others."""
-        x, blocks = self._run["embed"](ids), self._run["blocks"]
-        for block in blocks[:-1]:
-            x = block(x, mask)
-        return blocks[-1](x, mask, None, places)
+    def encode(self, ids: Tensor, mask: Tensor | None = None, places: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """The last layer's tokens. With `places`, [batch, k], only those: its feed-forward branch then sees no others.
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.embedding(self.embedding.tokens(ids), torch.arange(ids.shape[-1], device=ids.device)[None], None).to(self.stream)
+        `positions`, [batch, m], are 0 to m - 1 by default.
+        """
+        x, rotation = self._run["embed"](ids, positions)
+        blocks = self._run["blocks"]
+        for block in blocks[:-1]:
+            x = block(x, mask, None, None, rotation)
+        return blocks[-1](x, mask, None, places, rotation)
+
+    def embed(self, ids: Tensor, positions: Tensor | None) -> tuple[Tensor, Rotation | None]:
+        """The embedded tokens, and the rotation of their queries and keys."""
+        positions = torch.arange(ids.shape[-1], device=ids.device)[None] if positions is None else positions
+        return self.embedding(self.embedding.tokens(ids), positions, None).to(self.stream), self.rotate(positions)
 
     @abstractmethod
     def head(self, *parts: Tensor) -> Tensor:

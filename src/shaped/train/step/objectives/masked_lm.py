@@ -33,4 +33,10 @@ def make_batches(data: Data, part: str, settings: Any, **order: Any) -> MaskedBa
     return MaskedBatches.of(data, part, share=settings.mask_share, **order)
 
 
-OBJECTIVE = Objective(model=ShapedForMaskedLM, batches=make_batches, loss=MaskedLoss, metrics=lambda loss, data: {"loss": loss})
+OBJECTIVE = Objective(
+    model=ShapedForMaskedLM,
+    batches=make_batches,
+    loss=MaskedLoss,
+    metrics=lambda loss, data, settings: {"loss": loss},
+    inputs=lambda batch: {},
+)

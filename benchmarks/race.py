@@ -1,0 +1,227 @@
+"""The race of docs/race.md: the protocol as a program.
+
+    python benchmarks/race.py tune recover-qk preln-qk --data data --out runs/race --minutes 9
+    python benchmarks/race.py final recover-qk --data data --out runs/finals --seeds 1 2 3
+    python benchmarks/race.py table
+
+A run that docs/results/race*.json or the folder `--out` has already is not made again. `shaped collect` turns the folder into such a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shaped.train.run.loop import pretrain
+from shaped.train.run.settings import DEFAULTS, Settings
+from shaped.train.run.stopping import Diverged, Stopped
+from shaped.train.run_records import RunRecord, read_runs
+from shaped.train.step.stepper_cache import StepperCache
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+EMBEDDING_LR = 5e-3  # of the embedding tables, at every learning rate of the rest
+VARIANCE_ONE = 0.5**0.5  # standard deviation of the tables: tokens + positions have variance 1, whatever the initialisation of the rest
+DIVERGED = math.log(32_000)
+TUNING: dict[str, Any] = {"steps": 4000, "evaluate_every": 4000, "observe_every": 1000, "keep": 0, "seed": 0}
+FINAL: dict[str, Any] = {"steps": 20_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 1, "checkpoint_every": 5000}
+QUIET: dict[str, Any] = {"save_model": False, "tensorboard": False}
+
+Choice = tuple[str, dict[str, Any]]
+Measure = Callable[[str, dict[str, Any]], float]
+"""The test loss of a run by its name and settings."""
+
+SLOW_EMBEDDING: Choice = ("embedding-lr", {"embedding_lr": 1.0})
+BERT: Choice = ("bert", {"init": "bert", "embedding_std": VARIANCE_ONE})
+GPT2: Choice = ("gpt2", {"init": "gpt2", "embedding_std": VARIANCE_ONE})
+CLIP: Choice = ("clip", {"clip": 1.0})
+SMALL_TABLES: Choice = ("bert-tables", {"init": "bert", "embedding_std": 0.02, "embedding_lr": 1.0})
+GAMMA: Choice = ("gamma", {"gamma": 0.2})
+QK_GAIN: Choice = ("qk-gain", {"qk_gain": True})
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Settings that differ from the defaults, and the free choices in their order."""
+
+    settings: dict[str, Any]
+    choices: tuple[Choice, ...]
+
+
+def _with_qk(arm: dict[str, Any]) -> dict[str, Any]:
+    return arm | {"qk_norm": True}
+
+
+PRELN, LEARN = {"model": "preln"}, {"schedule": "learn"}
+ARMS = {
+    "preln": Arm(PRELN, (SLOW_EMBEDDING, BERT, GPT2, CLIP, SMALL_TABLES)),
+    "preln-qk": Arm(_with_qk(PRELN), (SLOW_EMBEDDING, BERT, QK_GAIN, CLIP, SMALL_TABLES)),
+    "prerms-qk": Arm(_with_qk(PRELN | {"norm": "rms"}), (SLOW_EMBEDDING, BERT, QK_GAIN, CLIP, SMALL_TABLES)),
+    "dyt": Arm({"model": "dyt"}, (SLOW_EMBEDDING, BERT, ("alpha", {"dyt_alpha": 0.25}), CLIP, SMALL_TABLES)),
+    "recover": Arm({}, (SLOW_EMBEDDING, GAMMA, ("tau0", {"tau0": 0.04}), CLIP)),
+    "learn": Arm(LEARN, (SLOW_EMBEDDING, GAMMA, ("shaping-lr", {"shaping_lr": 10.0}), CLIP)),
+    "recover-qk": Arm(_with_qk({}), (SLOW_EMBEDDING, GAMMA, ("tau0", {"tau0": 0.01}), CLIP)),
+    "learn-qk": Arm(_with_qk(LEARN), (SLOW_EMBEDDING, GAMMA, ("tau0", {"tau0": 0.01}), CLIP)),
+}
+MOST_CHOICES = max(len(arm.choices) for arm in ARMS.values())
+
+
+def tune(name: str, measure: Measure) -> dict[str, Any]:
+    """The arm's tuned settings: the best learning rate of the grid, then each choice that lowers the loss, one after another."""
+    arm = ARMS[name]
+    losses = {rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)) for rate in RATES}
+    while (rate := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
+        rate = rate / 2 if rate == min(losses) else rate * 2
+        losses[rate] = measure(f"{name}-{rate:g}", set_rate(arm.settings, rate))
+    best, kept = losses[rate], set_rate(arm.settings, rate)
+    for number, (label, change) in enumerate(arm.choices, 1):
+        loss = measure(f"{name}-{number}-{label}", kept | change)
+        if loss < best:
+            best, kept = loss, kept | change
+    return kept
+
+
+def set_rate(settings: dict[str, Any], rate: float) -> dict[str, Any]:
+    return settings | {"lr": rate, "embedding_lr": EMBEDDING_LR / rate}
+
+
+class OutOfTime(Exception):
+    pass
+
+
+class Missing(Exception):
+    """A run that has not been made."""
+
+
+def find_loss(known: dict[str, RunRecord], name: str, settings: dict[str, Any]) -> float | None:
+    """The test loss of a run that was made with these settings; ln 32,000 if it diverged; None if there is no such run."""
+    found = known.get(name)
+    if found is None or (found.result is None and not found.why):
+        return None
+    for key, value in settings.items():
+        # Records of older runs lack the settings that came later; they had today's defaults.
+        if (there := found.settings.get(key, DEFAULTS[key])) != value and not _is_close(there, value):
+            raise ValueError(f"{name} must have been made with {key} = {value}, got {there} in its record")
+    return DIVERGED if found.result is None else found.result.test_loss
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    return isinstance(one, float) and isinstance(other, float | int) and math.isclose(one, other, rel_tol=1e-9)
+
+
+def read_known(*places: Path) -> dict[str, RunRecord]:
+    """The race's finished runs by name."""
+    runs = read_runs([*sorted(RESULTS.glob("race*.json")), *(place for place in places if place.exists())])
+    return {run.name.rsplit("/", 1)[-1]: run for run in runs if run.result is not None or run.why}
+
+
+class Track:
+    """Makes runs that are not known yet, one after another, until the time is over."""
+
+    def __init__(self, data: Path, out: Path, minutes: float):
+        self.data, self.out, self.ends = data, out, time.monotonic() + 60 * minutes
+        self.steppers, self.slowest = StepperCache(), 0.0
+
+    def measure(self, name: str, settings: dict[str, Any]) -> float:
+        known = find_loss(read_known(self.out), name, settings)
+        if known is not None:
+            return known
+        left = self.ends - time.monotonic()
+        if left < self.slowest and not settings.get("keep"):  # without checkpoints an unfinished run is lost
+            raise OutOfTime(f"no time for {name}")
+        began = time.monotonic()
+        run = Settings.of(QUIET | settings | {"data": self.data, "out": self.out / name, "minutes": max(left, 1.0) / 60})
+        try:
+            loss = pretrain(run, steppers=self.steppers).test_loss
+        except Diverged as error:
+            print(f"{name}: {error}")
+            loss = DIVERGED
+        except Stopped as error:
+            raise OutOfTime(str(error)) from None
+        self.slowest = max(self.slowest, time.monotonic() - began)
+        print(f"{name}: {loss:.4f} ({time.monotonic() - began:.0f} s)", flush=True)
+        return loss
+
+
+def make_tables(known: dict[str, RunRecord]) -> str:
+    """Markdown: test losses by arm and learning rate with the sensitivity, then the free choices."""
+    rates = sorted({float(name.removeprefix(f"{arm}-")) for arm in ARMS for name in known if _is_rate(name.removeprefix(f"{arm}-"))})
+    by_rate = [_format_rates(known, name, rates) for name in ARMS]
+    by_choice = [_format_choices(known, name) for name in ARMS]
+    heads = (
+        ["arm", *(f"{rate:g}" for rate in rates), "sensitivity"],
+        ["arm", *(f"choice {k}" for k in range(1, 1 + MOST_CHOICES)), "tuned settings"],
+    )
+    return "\n\n".join(
+        "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *filter(None, rows)))
+        for head, rows in zip(heads, (by_rate, by_choice), strict=True)
+    )
+
+
+def _format_rates(known: dict[str, RunRecord], name: str, rates: list[float]) -> list[str]:
+    losses = {rate: find_loss(known, f"{name}-{rate:g}", TUNING | set_rate(ARMS[name].settings, rate)) for rate in rates}
+    made = [loss for loss in losses.values() if loss is not None]
+    if not made:
+        return []
+    common = [loss for rate in RATES if (loss := losses.get(rate)) is not None]
+    cells = ["" if loss is None else f"**{loss:.3f}**" if loss == min(made) else f"{loss:.3f}" for loss in losses.values()]
+    return [f"`{name}`", *cells, f"{statistics.mean(common) - min(common):.3f}" if len(common) == len(RATES) else ""]
+
+
+def _format_choices(known: dict[str, RunRecord], name: str) -> list[str]:
+    cells: list[str] = []
+
+    def look_up(run: str, settings: dict[str, Any]) -> float:
+        loss = find_loss(known, run, TUNING | settings)
+        if loss is None:
+            raise Missing(run)
+        if not _is_rate(run.removeprefix(f"{name}-")):
+            cells.append(f"{ARMS[name].choices[len(cells)][0]} {loss:.3f}")
+        return loss
+
+    try:
+        tuned = {key: value for key, value in tune(name, look_up).items() if key not in ARMS[name].settings}
+        chosen = ", ".join(f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {value}" for key, value in tuned.items())
+    except Missing:
+        chosen = "not finished"
+    return [f"`{name}`", *cells, *[""] * (MOST_CHOICES - len(cells)), chosen] if cells else []
+
+
+def _is_rate(text: str) -> bool:
+    return text.replace(".", "", 1).replace("e-", "", 1).isdigit()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tune", "final", "table"))
+    parser.add_argument("arms", nargs="*", help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--out", type=Path, default=Path("runs/race"))
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
+    given = parser.parse_args()
+    for name in given.arms:
+        if name not in ARMS:
+            parser.error(f"arms must be among {', '.join(ARMS)}, got {name}")
+    if given.what == "table":
+        print(make_tables(read_known(given.out)))
+        return
+    track = Track(given.data, given.out, given.minutes)
+    try:
+        for name in given.arms:
+            tuned = tune(name, lambda run, settings: track.measure(run, TUNING | settings))
+            print(f"{name}: tuned {tuned}", flush=True)
+            for seed in given.seeds if given.what == "final" else ():
+                track.measure(f"{name}-final-{seed}", FINAL | tuned | {"seed": seed})
+    except OutOfTime as error:
+        print(f"{error}: the same command goes on", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The race's program keeps to the protocol of docs/race.md."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def race() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("race", ROOT / "benchmarks" / "race.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["race"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def tuned(race: ModuleType, loss: Callable[[dict[str, Any]], float]) -> tuple[dict[str, Any], list[str]]:
+    """The settings that win if a run's loss is this function of its settings, and the names of the runs."""
+    runs: list[str] = []
+
+    def measure(name: str, settings: dict[str, Any]) -> float:
+        runs.append(name)
+        return loss(settings)
+
+    return race.tune("preln-qk", measure), runs
+
+
+def test_the_grid_grows_until_the_best_rate_is_inside(race: ModuleType):
+    best, runs = tuned(race, lambda settings: abs(settings["lr"] - 6e-5) + settings["embedding_lr"] * 0)
+    assert best["lr"] == 6.25e-5
+    assert best["embedding_lr"] == pytest.approx(80.0)
+    assert runs[5:8] == ["preln-qk-0.000125", "preln-qk-6.25e-05", "preln-qk-3.125e-05"]
+    assert len(runs) == 8 + 5
+
+
+def test_a_choice_is_kept_only_if_it_lowers_the_loss(race: ModuleType):
+    def loss(settings: dict[str, Any]) -> float:
+        gain = -0.1 * (settings.get("init") == "bert") + 0.1 * bool(settings.get("qk_gain")) - 0.1 * (settings.get("clip") == 1.0)
+        gain += 0.1 * (settings.get("embedding_std") == 0.02)
+        return abs(settings["lr"] - 1e-3) + gain
+
+    best, runs = tuned(race, loss)
+    assert best == {
+        "model": "preln", "qk_norm": True, "lr": 1e-3, "embedding_lr": 5.0, "init": "bert", "embedding_std": 0.5**0.5, "clip": 1.0,
+    }  # fmt: skip
+    assert runs[5:] == ["preln-qk-1-embedding-lr", "preln-qk-2-bert", "preln-qk-3-qk-gain", "preln-qk-4-clip", "preln-qk-5-bert-tables"]
+
+
+def test_every_arm_makes_valid_settings(race: ModuleType, tmp_path: Path):
+    for arm in race.ARMS.values():
+        for _, change in arm.choices:
+            given = race.TUNING | race.QUIET | race.set_rate(arm.settings, 1e-3) | change
+            race.Settings.of(given | {"data": tmp_path, "out": tmp_path})
+
+
+def test_a_record_with_other_settings_is_refused(race: ModuleType):
+    known = race.read_known()
+    assert race.find_loss(known, "recover-0.001", {"lr": 1e-3, "steps": 4000}) == pytest.approx(5.065, abs=1e-3)
+    with pytest.raises(ValueError, match=r"recover-0\.001 must have been made with steps = 20, got 4000"):
+        race.find_loss(known, "recover-0.001", {"steps": 20})
