@@ -170,6 +170,36 @@ def shaped_vanilla(width: int, depth: int) -> PreTrainedConfig:
     return ours(width, depth, block="vanilla", gamma=0.6, embedding_std=0.8)
 
 
+@family
+def shaped_qk_rope(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, gamma=0.5, tau0=0.05, qk_norm=True, qk_gain=True, positions="rope", rope_base=100.0, is_decoder=True)
+
+
+@family
+def shaped_rms_qk(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="preln", norm="rms", qk_norm=True, embedding_norm=True)
+
+
+@family
+def shaped_postln_bert(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="postln", norm="rms", init="bert", embedding_norm=True)
+
+
+@family
+def shaped_preln_gpt2(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="preln", init="gpt2")
+
+
+@family
+def shaped_dyt(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="dyt", dyt_alpha=0.8)
+
+
+@family
+def shaped_vanilla_qk(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="vanilla", gamma=0.6, tau0=0.3, qk_norm=True)
+
+
 def make_ids(m: int) -> Tensor:
     """Ids with repeats: a token that occurs twice has the same embedding twice. Padding (1) is not among them."""
     ids = torch.arange(2, m + 2)
