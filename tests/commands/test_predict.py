@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from shaped.commands import app as cli
 from shaped.commands.predict import choose_names, format_measured
 from shaped.hf import Prediction, ShapedConfig, predict
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
 
 
 def run(monkeypatch, *arguments: str) -> int:

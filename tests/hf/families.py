@@ -79,7 +79,7 @@ def grouped(width: int, depth: int, **more: Any) -> dict[str, Any]:
 
 @family
 def gpt2(width: int, depth: int) -> PreTrainedConfig:
-    sizes = {"n_embd": width, "n_layer": depth, "n_head": 8, "vocab_size": VOCABULARY, "n_positions": 64}
+    sizes: dict[str, Any] = {"n_embd": width, "n_layer": depth, "n_head": 8, "vocab_size": VOCABULARY, "n_positions": 64}
     return GPT2Config(
         **sizes, initializer_range=1.2 * width**-0.5, scale_attn_by_inverse_layer_idx=True, bos_token_id=None, eos_token_id=None
     )
@@ -135,7 +135,7 @@ def vit(width: int, depth: int) -> PreTrainedConfig:
 
 @family
 def modernbert(width: int, depth: int) -> PreTrainedConfig:
-    special = {f"{name}_token_id": 2 for name in ("bos", "eos", "cls", "sep")}
+    special: dict[str, Any] = {f"{name}_token_id": 2 for name in ("bos", "eos", "cls", "sep")}
     return ModernBertConfig(**usual(width, depth, local_attention=4) | special)
 
 
@@ -145,8 +145,9 @@ def olmo2(width: int, depth: int) -> PreTrainedConfig:
 
 
 def ours(width: int, depth: int, **more: Any) -> PreTrainedConfig:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 8}
-    return ShapedConfig(**sizes | {"intermediate_size": 3 * width, "max_position_embeddings": 64} | more)
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 8}
+    sizes |= {"intermediate_size": 3 * width, "max_position_embeddings": 64}
+    return ShapedConfig(**sizes | more)
 
 
 @family
@@ -167,6 +168,36 @@ def shaped_postln(width: int, depth: int) -> PreTrainedConfig:
 @family
 def shaped_vanilla(width: int, depth: int) -> PreTrainedConfig:
     return ours(width, depth, block="vanilla", gamma=0.6, embedding_std=0.8)
+
+
+@family
+def shaped_qk_rope(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, gamma=0.5, tau0=0.05, qk_norm=True, qk_gain=True, positions="rope", rope_base=100.0, is_decoder=True)
+
+
+@family
+def shaped_rms_qk(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="preln", norm="rms", qk_norm=True, embedding_norm=True)
+
+
+@family
+def shaped_postln_bert(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="postln", norm="rms", init="bert", embedding_norm=True)
+
+
+@family
+def shaped_preln_gpt2(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="preln", init="gpt2")
+
+
+@family
+def shaped_dyt(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="dyt", dyt_alpha=0.8)
+
+
+@family
+def shaped_vanilla_qk(width: int, depth: int) -> PreTrainedConfig:
+    return ours(width, depth, block="vanilla", gamma=0.6, tau0=0.3, qk_norm=True)
 
 
 def make_ids(m: int) -> Tensor:
@@ -249,15 +280,18 @@ def find_limit(scores: dict[str, Tensor], models: int) -> float:
 
 def predict_wrong(name: str, config: PreTrainedConfig, **how: Any) -> dict[str, Prediction]:
     """Predictions with one ingredient wrong, which the comparison must reject."""
-    entries = config.to_dict()
+
+    def change(**fields: Any) -> dict[str, Any]:
+        return config.to_dict() | fields
+
     if name == "gpt2":
         with mock.patch.object(decoders, "scale_depth", lambda std, depth: std):
             unscaled = predict(config, **how)
-        return {"no residual scaling": unscaled, "tanh": predict(GPT2Config(**entries | {"activation_function": "tanh"}), **how)}
+        return {"no residual scaling": unscaled, "tanh": predict(GPT2Config(**change(activation_function="tanh")), **how)}
     if name == "qwen3":
-        return {"no QK-norm": predict(LlamaConfig(**entries | {"model_type": "llama"}), **how)}
+        return {"no QK-norm": predict(LlamaConfig(**change(model_type="llama")), **how)}
     if name == "gemma2":
-        return {"no soft cap": predict(Gemma2Config(**entries | {"attn_logit_softcapping": None}), **how)}
+        return {"no soft cap": predict(Gemma2Config(**change(attn_logit_softcapping=None)), **how)}
     return {}
 
 

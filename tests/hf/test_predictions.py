@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import families
 import numpy as np
@@ -195,8 +195,8 @@ def test_bad_files_are_refused_by_the_field(tmp_path, text, words):
     ("config", "words"),
     [
         (MixtralConfig(**TINY), ["model_type must be one of", "'mixtral'"]),
-        (LlamaConfig(**TINY | {"hidden_act": "quick_gelu"}), ["hidden_act must be one of relu", "'quick_gelu'"]),
-        (LlamaConfig(**TINY | {"num_key_value_heads": 3}), ["num_key_value_heads must divide", "3"]),
+        (LlamaConfig(**TINY, hidden_act="quick_gelu"), ["hidden_act must be one of relu", "'quick_gelu'"]),
+        (LlamaConfig(**TINY, num_key_value_heads=3), ["num_key_value_heads must divide", "3"]),
         (LlamaConfig(**TINY, initializer_range=0.0), ["initializer_range must be positive", "0"]),
         (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), ["rope_type", "'dynamic'"]),
         (
@@ -243,6 +243,6 @@ def test_other_bad_arguments_are_refused():
     config = LlamaConfig(**TINY)
     for name, value in (("samples", 0), ("seed", -1), ("threads", 0), ("dtype", torch.float16), ("device", "nowhere")):
         with refused(f"{name} must"):
-            predict(config, 4, **{name: value})
+            predict(config, 4, **cast(Any, {name: value}))
     with refused("tokens must be a number or a covariance for a vision model"):
         predict(ViTConfig(hidden_size=16, num_attention_heads=2), [1, 2])

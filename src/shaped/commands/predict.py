@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     from shaped.hf.prediction import Prediction
 
+CONFIGS: dict[str, Any] = PLACE | {"metavar": "CONFIG…"}
 QUANTITIES = ("rho", "length", "entropy", "rank")
 LARGEST_START = 10**6  # numbers in a file of ids or of a covariance
 
 
 def predict(
-    configs: Annotated[list[Path], typer.Argument(help="Files config.json, or folders that have one.", **PLACE | {"metavar": "CONFIG…"})],
+    configs: Annotated[list[Path], typer.Argument(help="Files config.json, or folders that have one.", **CONFIGS)],
     tokens: Annotated[
         str,
         typer.Option(

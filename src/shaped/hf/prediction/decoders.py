@@ -13,6 +13,7 @@ from shaped.hf.prediction.parts import (
     Network,
     Sizes,
     gated_feedforward,
+    make_projections,
     read_activation,
     read_positive,
     read_rope,
@@ -37,8 +38,7 @@ def describe_gpt2(config: PreTrainedConfig, m: int) -> Network:
         scale = sizes.head_width**-0.5 if getattr(config, "scale_attn_weights", True) else 1.0
         if getattr(config, "scale_attn_by_inverse_layer_idx", False):
             scale /= layer + 1
-        projections = {name: Weights(std) for name in ("query", "key", "value")}
-        attention = AttentionBranch(sizes.heads, sizes.head_width, **projections, output=Weights(out), scale=scale, mask="causal")
+        attention = AttentionBranch(sizes.heads, sizes.head_width, **make_projections(std, out), scale=scale, mask="causal")
         return ResidualBlock(attention, norm=norm), ResidualBlock(feedforward, norm=norm)
 
     most = read_whole(config, "max_position_embeddings")
@@ -50,10 +50,8 @@ def describe_gpt_neox(config: PreTrainedConfig, m: int) -> Network:
     sizes = Sizes.read(config)
     weights, norm = Weights(sizes.std), Norm("layer", eps=read_positive(config, "layer_norm_eps"))
     rope, factor = read_rope(config, sizes.head_width)
-    projections = dict.fromkeys(("query", "key", "value", "output"), weights)
-    attention = AttentionBranch(
-        sizes.heads, sizes.head_width, **projections, scale=factor * sizes.head_width**-0.5, mask="causal", rope=rope
-    )
+    scale = factor * sizes.head_width**-0.5
+    attention = AttentionBranch(sizes.heads, sizes.head_width, **make_projections(sizes.std), scale=scale, mask="causal", rope=rope)
     hidden = read_whole(config, "intermediate_size")
     feedforward = FeedForwardBranch(hidden, weights, weights, read_activation(config, "hidden_act"))
     if getattr(config, "use_parallel_residual", True):
@@ -114,18 +112,18 @@ def describe_rms_decoder(
 ) -> Network:
     """A decoder with RMSNorm, RoPE, grouped heads and a gated feed-forward layer. Biases start at 0."""
     sizes = Sizes.read(config)
-    std, weights = sizes.std, Weights(sizes.std)
+    std = sizes.std
     head_width = sizes.head_width if getattr(config, "head_dim", None) is None else read_whole(config, "head_dim")
     key_heads = sizes.heads if getattr(config, "num_key_value_heads", None) is None else read_whole(config, "num_key_value_heads")
     if sizes.heads % key_heads:
         raise ValueError(f"num_key_value_heads must divide num_attention_heads, {sizes.heads}, got {key_heads}")
     norm = Norm("rms", eps=read_positive(config, "rms_norm_eps"))
     rope, factor = read_rope(config, head_width)
-    how: dict[str, Any] = dict.fromkeys(("query", "key", "value", "output"), weights)
+    how = make_projections(std)
     how |= {"key_heads": key_heads, "scale": factor * (head_width**-0.5 if scale is None else scale), "softcap": softcap, "rope": rope}
     if qk_norm_over is not None:
         how |= {"qk_norm": norm, "qk_norm_over": qk_norm_over}
-    places = {"norm": norm if pre else None, "post": norm if post else None}
+    places: dict[str, Any] = {"norm": norm if pre else None, "post": norm if post else None}
     feedforward = gated_feedforward(read_whole(config, "intermediate_size"), read_activation(config, activation), std)
 
     @cache

@@ -16,6 +16,7 @@ from shaped.hf.prediction.parts import (
     Network,
     Sizes,
     gated_feedforward,
+    make_projections,
     read_activation,
     read_positive,
     read_rope,
@@ -42,9 +43,8 @@ def describe_postln(config: PreTrainedConfig, taken: int) -> Network:
     refuse(config, "add_cross_attention")
     sizes = Sizes.read(config)
     weights, norm = Weights(sizes.std), Norm("layer", eps=read_positive(config, "layer_norm_eps"))
-    projections = dict.fromkeys(("query", "key", "value", "output"), weights)
     mask = "causal" if getattr(config, "is_decoder", False) else None
-    attention = AttentionBranch(sizes.heads, sizes.head_width, **projections, mask=mask)
+    attention = AttentionBranch(sizes.heads, sizes.head_width, **make_projections(sizes.std), mask=mask)
     feedforward = FeedForwardBranch(read_whole(config, "intermediate_size"), weights, weights, read_activation(config, "hidden_act"))
     embedding = TextEmbedding(
         sizes.std,
@@ -71,7 +71,6 @@ def describe_modernbert(config: PreTrainedConfig, m: int) -> Network:
     norm = Norm("layer", eps=read_positive(config, "norm_eps"))
     hidden = read_whole(config, "intermediate_size")
     feedforward = ResidualBlock(gated_feedforward(hidden, read_activation(config, "hidden_activation"), std, out), norm=norm)
-    projections = {name: Weights(std) for name in ("query", "key", "value")}
 
     @cache
     def block(window: int | None, first: bool) -> Block:
@@ -79,8 +78,7 @@ def describe_modernbert(config: PreTrainedConfig, m: int) -> Network:
         attention = AttentionBranch(
             sizes.heads,
             sizes.head_width,
-            **projections,
-            output=Weights(out),
+            **make_projections(std, out),
             scale=factor * sizes.head_width**-0.5,
             mask=None if window is None else local_mask(m, window),
             rope=rope,
@@ -108,9 +106,8 @@ def describe_vit(config: PreTrainedConfig, m: int) -> Network:
     """Pre-LN on the class token and the patches of an image of white noise."""
     sizes = Sizes.read(config)
     weights, norm = Weights(sizes.std), Norm("layer", eps=read_positive(config, "layer_norm_eps"))
-    projections = dict.fromkeys(("query", "key", "value", "output"), weights)
     head_width = sizes.head_width if getattr(config, "head_dim", None) is None else read_whole(config, "head_dim")
-    attention = AttentionBranch(sizes.heads, head_width, **projections)
+    attention = AttentionBranch(sizes.heads, head_width, **make_projections(sizes.std))
     feedforward = FeedForwardBranch(read_whole(config, "intermediate_size"), weights, weights, read_activation(config, "hidden_act"))
     block = ResidualBlock(attention, norm=norm), ResidualBlock(feedforward, norm=norm)
     image, patch = read_pair(config, "image_size"), read_pair(config, "patch_size")

@@ -97,6 +97,11 @@ def read_window(config: PreTrainedConfig, layer: int) -> int | None:
     return None if types[layer] == "full_attention" else read_whole(config, "sliding_window")
 
 
+def make_projections(std: float, out: float | None = None) -> dict[str, Any]:
+    """The weights of an AttentionBranch; `out` is the standard deviation of the last matrix, `std` by default."""
+    return {name: Weights(std) for name in ("query", "key", "value")} | {"output": Weights(std if out is None else out)}
+
+
 def gated_feedforward(hidden: int, activation: str, std: float, outer: float | None = None) -> FeedForwardBranch:
     return FeedForwardBranch(hidden, Weights(std), Weights(std if outer is None else outer), activation, gated=True)
 

@@ -14,12 +14,14 @@ from shaped.hf.prediction.parts import Network
 from shaped.layers import AttentionBranch, FeedForwardBranch, Norm, ResidualBlock, Weights
 from shaped.nn.blocks import ShapedTransformerBlock
 from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention
+from shaped.nn.norms import DyT
 
 
 def describe_shaped(config: ShapedConfig, m: int) -> Network:
     with torch.device("meta"):
         block, tables = make_block(config), Embedding(config)
-    attention, feedforward = describe_attention(block.attention), describe_feedforward(block.feedforward)
+    rope = config.rope_base if config.positions == "rope" else None
+    attention, feedforward = describe_attention(block.attention, rope), describe_feedforward(block.feedforward)
     if isinstance(block, ShapedTransformerBlock):
         start = block.start
         layers = (
@@ -27,14 +29,15 @@ def describe_shaped(config: ShapedConfig, m: int) -> Network:
             ResidualBlock(feedforward, lam=start["lam_feedforward"], gamma=start["gamma_feedforward"]),
         )
     else:
-        place, norm = "norm" if block.place == "pre" else "after", describe_norm(block.norm_attention)
-        layers = ResidualBlock(attention, **{place: norm}), ResidualBlock(feedforward, **{place: norm})
+        norm = describe_norm(block.norm_attention)
+        places: dict[str, Any] = {"norm": norm} if block.place == "pre" else {"after": norm}
+        layers = ResidualBlock(attention, **places), ResidualBlock(feedforward, **places)
     std = config.choose_table_std()
     embedding = TextEmbedding(
         std,
         config.vocab_size,
-        positions=std,
-        most=config.max_position_embeddings,
+        positions=0.0 if tables.positions is None else std,
+        most=None if tables.positions is None else config.max_position_embeddings,
         types=0.0 if tables.types is None else std,
         norm=None if tables.norm is None else describe_norm(tables.norm),
     )
@@ -42,20 +45,25 @@ def describe_shaped(config: ShapedConfig, m: int) -> Network:
 
 
 def describe_norm(norm: nn.Module) -> Norm:
+    if isinstance(norm, DyT):
+        return Norm("dyt", alpha=norm.start)
     if isinstance(norm, nn.LayerNorm):
         return Norm("layer", eps=norm.eps)
-    raise ValueError(f"norm must be LayerNorm for a prediction, got {type(norm).__name__}")
+    assert isinstance(norm, nn.RMSNorm)
+    return Norm("rms", eps=norm.eps)
 
 
-def describe_attention(attention: ShapedSelfAttention) -> AttentionBranch:
+def describe_attention(attention: ShapedSelfAttention, rope: float | None) -> AttentionBranch:
     gamma1, gamma2 = (0.0, 0.0) if attention.shaping is None else attention.shaping.start
-    weights = {name: read_weights(getattr(attention, name)) for name in ("query", "key", "value", "output")}
+    weights: dict[str, Any] = {name: read_weights(getattr(attention, name)) for name in ("query", "key", "value", "output")}
     return AttentionBranch(
         attention.heads,
         attention.query.out_features // attention.heads,
         **weights,
         scale=attention.scale,
         mask="causal" if attention.is_causal else None,
+        qk_norm=None if attention.qk_eps is None else Norm("rms", eps=attention.qk_eps),
+        rope=rope,
         gamma1=gamma1,
         gamma2=gamma2,
     )
