@@ -136,7 +136,8 @@ def test_the_modules_draw_their_own_weights():
     x = torch.randn(M, N, generator=generator(58), dtype=torch.float64)
     same = [layer.module(N, generator=torch.Generator().manual_seed(59), dtype=torch.float64)(x) for _ in range(2)]
     assert torch.equal(*same)
-    testing.check_module(ResidualBlock(feedforward(), norm=RMS, lam=0.5), networks=1000, samples=10_000)
+    for branch in (feedforward(), attention()):
+        testing.check_module(ResidualBlock(branch, norm=RMS, lam=0.5), networks=500, samples=5_000)
 
 
 def test_norms_are_pytorchs():
@@ -246,6 +247,8 @@ PLAIN = Weights(0.1)
         (lambda: ResidualBlock(()), r"branches must be a branch, .*, got \(\)"),
         (lambda: ResidualBlock(feedforward(), norm=(RMS, RMS)), "norm must be one, or one for each of the 1 branches, got 2"),
         (lambda: ResidualBlock(feedforward(), post="rms"), "post must be None or a norm"),  # pyright: ignore[reportArgumentType]
+        (lambda: shaped.propagate(BLOCKS["shaped"], V0, n=N, n_k=5, d=1, samples=1, seed=0), "n_k must be .* head_width = 4 .*, got 5"),
+        (lambda: BLOCKS["shaped"].module(N, 5), "n_k must be .* head_width = 4 .*, got 5"),
         (lambda: shaped.propagate(BLOCKS["Post-LN"], V0, n=N, d=1, samples=1, seed=0, path="gram"), "path must be 'tokens'"),
     ],
 )

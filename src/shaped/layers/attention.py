@@ -40,7 +40,7 @@ class ShapedAttention(ResidualLayer):
             is missing from A; without the temperature $\tau = \tau_0\sqrt{n_k}$. With all three off this is softmax attention
             (Eq. Softmax-att). A layer that lacks one of them has a law and a module, but no limit.
         qk_norm: divide every query and every key by its root mean square over the n_k features (QK-norm). A token of length zero has
-            logits 0.
+            logits 0. The limit takes wide keys; at a fixed n_k logits differ from it by up to 1/n_k.
         rope: rotate queries and keys by their positions (RoPE): a base, such as 10000.0, or n_k/2 frequencies in radians a token. In the
             limit a base has a continuum of frequencies.
     """

@@ -102,6 +102,10 @@ class AttentionBranch(Branch):
         place = torch.arange(m, device=like.device)
         return B.masked_fill(place[:, None] - place >= self.window, -torch.inf)
 
+    def check_keys(self, n_k: int) -> None:
+        if n_k != self.head_width:
+            raise ValueError(f"n_k must be left out or be head_width = {self.head_width} for an AttentionBranch, got {n_k}")
+
     def covariance(self, V: Covariance, n: int, stream: Stream) -> tuple[Covariance, Entropy]:
         r"""The covariance is $\sigma_O^2 \sum_h A_h v_g v_g^\top A_h^\top + \sigma_{b}^2 11^\top$, where $v_g$ are the values of a group.
 
