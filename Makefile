@@ -38,7 +38,7 @@ verify: .venv/installed hf-common
 	PYTHONPATH=tests/layers $(bin)/python tests/layers/explicit.py --networks 200000
 	$(bin)/python benchmarks/steps.py --tokens 4,16
 	PYTHONPATH=tests/hf $(bin)/python tests/hf/families.py --width 64 --depth 6 --models 64
-	$(bin)/python benchmarks/mutations.py --count 100 --least 0.85 --out out/mutations-sample.json
+	$(bin)/python benchmarks/mutation/mutations.py --count 100 --least 0.85 --out out/mutations-sample.json
 
 bench: .venv/installed
 	for benchmark in limit finite attention train; do $(bin)/python benchmarks/$$benchmark.py || exit 1; done

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import shaped
 from shaped import AttentionBranch, FeedForwardBranch, Norm, Normalise, ResidualBlock, Weights, rope_frequencies, testing
-from shaped.layers.attention_branch import normalise_heads, rotate
+from shaped.layers.attention_branch import normalise_heads, rotate_in_place
 from shaped.layers.base import Sizes
 from shaped.nn.activations.functions import FUNCTIONS
+from shaped.nn.functional import rotate, rotation_of_places
 from shaped.nn.random_blocks import RandomSelfAttention
 from shaped.randomness import Stream
 from shaped.testing.stats import KS_AT_Z, assert_rejected, assert_same_moments, generator, random_covariance
@@ -135,7 +136,8 @@ def test_the_modules_draw_their_own_weights():
     x = torch.randn(M, N, generator=generator(58), dtype=torch.float64)
     same = [layer.module(N, generator=torch.Generator().manual_seed(59), dtype=torch.float64)(x) for _ in range(2)]
     assert torch.equal(*same)
-    testing.check_module(ResidualBlock(feedforward(), norm=RMS, lam=0.5), networks=1000, samples=10_000)
+    for branch in (feedforward(), attention()):
+        testing.check_module(ResidualBlock(branch, norm=RMS, lam=0.5), networks=500, samples=5_000)
 
 
 def test_norms_are_pytorchs():
@@ -158,7 +160,9 @@ def test_rotation_turns_pairs_by_the_place_times_the_frequency():
         pairs = len(frequencies)
         order = [*sum(zip(range(pairs), range(pairs, 2 * pairs), strict=True), ()), *range(2 * pairs, 6)]
         complex_numbers = RandomSelfAttention.rotate(x.transpose(2, 3)[..., order], frequencies)
-        assert torch.allclose(rotate(x.clone(), frequencies)[..., order], complex_numbers.transpose(2, 3), rtol=1e-13)
+        cos, sin = (part[:, None] for part in rotation_of_places(M, frequencies))
+        assert torch.allclose(rotate(x, cos, sin)[..., order], complex_numbers.transpose(2, 3), rtol=1e-13)
+        assert torch.allclose(rotate(x, cos, sin), rotate_in_place(x, cos, sin), rtol=1e-13)
 
 
 def test_the_norm_of_all_heads_is_over_all_their_features():
@@ -233,15 +237,18 @@ PLAIN = Weights(0.1)
         (lambda: attention(softcap=0.0), "softcap must be positive"),
         (lambda: attention(qk_norm_over="all"), "qk_norm_over must be left out without qk_norm, got 'all'"),
         (lambda: attention(qk_norm=RMS, qk_norm_over="heads"), "qk_norm_over must be 'head' or 'all', got 'heads'"),
-        (lambda: attention(rope=(1.0, 1.0, 1.0)), "rope must have 1 to head_width/2 = 2 frequencies, got 3"),
-        (lambda: attention(rope=True), "rope must be a base or the frequencies of pairs of features, got True"),
-        (lambda: attention(head_width=3, rope=10.0), "width must be even, as features are rotated in pairs, got 3"),
+        (lambda: attention(rope=(1.0, 1.0, 1.0)), "head_width must be at least 6, two features for each of rope's 3 frequencies, got 4"),
+        (lambda: attention(rope=True), "rope must be a base, such as 10000.0, or an array of frequencies, got True"),
+        (lambda: attention(head_width=3, rope=10.0), "head_width must be even with rope, .*, got 3"),
+        (lambda: rope_frequencies(3), "width must be even, since features are rotated in pairs, got 3"),
         (lambda: AttentionBranch(4, 4, 0.1, PLAIN, PLAIN, PLAIN), "query must be weights, such as"),  # pyright: ignore[reportArgumentType]
         (lambda: FeedForwardBranch(0, PLAIN, PLAIN), "hidden must be at least 1, got 0"),
         (lambda: feedforward(activation="swish"), "activation must be one of 'relu', .*, got 'swish'"),
         (lambda: ResidualBlock(()), r"branches must be a branch, .*, got \(\)"),
         (lambda: ResidualBlock(feedforward(), norm=(RMS, RMS)), "norm must be one, or one for each of the 1 branches, got 2"),
         (lambda: ResidualBlock(feedforward(), post="rms"), "post must be None or a norm"),  # pyright: ignore[reportArgumentType]
+        (lambda: shaped.propagate(BLOCKS["shaped"], V0, n=N, n_k=5, d=1, samples=1, seed=0), "n_k must be .* head_width = 4 .*, got 5"),
+        (lambda: BLOCKS["shaped"].module(N, 5), "n_k must be .* head_width = 4 .*, got 5"),
         (lambda: shaped.propagate(BLOCKS["Post-LN"], V0, n=N, d=1, samples=1, seed=0, path="gram"), "path must be 'tokens'"),
     ],
 )

@@ -57,7 +57,14 @@ def test_the_drift_is_the_limits(name):
     RoPE draws its queries and keys, which is slow: `test_logit_kernels.py` has it with narrow keys, and rejects 5 %."""
     layer = SHAPED[name]
     assert isinstance(layer, ResidualLayer)
-    counts = {"feed-forward": 20_000, "heads": 300_000, "heads, projected": 300_000, "heads, ALiBi": 200_000, ROTATED: 30_000}
+    counts = {
+        "feed-forward": 20_000,
+        "QK-norm": 300_000,
+        "heads": 300_000,
+        "heads, projected": 300_000,
+        "heads, ALiBi": 200_000,
+        ROTATED: 30_000,
+    }
     count = counts.get(name, 800_000)
     control = shaped.ShapedFeedForward(layer.gamma, 0.0, 0.0) if name == "feed-forward" else None
     testing.check_drift_of_branch(layer, M, samples=count, reject=name not in ("heads, projected", ROTATED), control=control)

@@ -14,8 +14,8 @@ from shaped import testing
 from shaped.covariance import factor
 from shaped.layers.base import Chain, Sizes
 from shaped.layers.logits import LogitPerturbation
-from shaped.layers.rope import check_rope, lag_modes, lag_similarity, rope_frequencies
-from shaped.nn.functional import rotate
+from shaped.layers.rope import check_rope, lag_modes, lag_similarity
+from shaped.nn.functional import rotate, rotation_of_places
 from shaped.randomness import Stream
 from shaped.testing.law import draw_tokens
 from shaped.testing.stats import generator, random_covariance, seed
@@ -133,11 +133,11 @@ def test_terms_of_different_logits_stay_apart():
 def test_rope_turns_pairs_of_features():
     """Llama's convention: feature i and feature i + n_k/2, by the token's place times the frequency."""
     x = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 3.0]], dtype=torch.float64)
-    theta = rope_frequencies(100.0, 4)
-    assert theta.tolist() == pytest.approx([1.0, 0.1])
+    theta = shaped.rope_frequencies(4, 100.0)
+    assert theta == pytest.approx((1.0, 0.1))
     cos, sin = math.cos, math.sin
     expected = [[1.0, 0, 0, 0], [cos(1), 2 * cos(0.1), sin(1), 2 * sin(0.1)], [0, -3 * sin(0.2), 0, 3 * cos(0.2)]]
-    assert torch.allclose(rotate(x, theta), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=1e-15)
+    assert torch.allclose(rotate(x, *rotation_of_places(3, theta)), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=1e-15)
 
 
 def test_the_similarity_of_lags():

@@ -44,7 +44,7 @@ CHANGES = {
 
 
 def load_mutants() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "benchmarks" / "mutants.py")
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "benchmarks" / "mutation" / "mutants.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -65,8 +65,8 @@ def test_every_kind_of_change():
 
 
 def test_the_mutants_judged_equivalent_exist():
-    """`benchmarks/mutations.py` would refuse the list only when `make verify` comes to it."""
-    judged = tomllib.loads((ROOT / "benchmarks" / "equivalent_mutants.toml").read_text())
+    """`benchmarks/mutation/mutations.py` would refuse the list only when `make verify` comes to it."""
+    judged = tomllib.loads((ROOT / "benchmarks" / "mutation" / "equivalent_mutants.toml").read_text())
     package, make_mutants = ROOT / "src" / "shaped", load_mutants().make_mutants
     files = {name.partition(":")[0] for name in judged}
     assert set(judged) <= {mutant.name for file in files for mutant in make_mutants(file, (package / file).read_text())}

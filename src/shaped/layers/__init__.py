@@ -2,7 +2,6 @@
 
 from shaped.layers.attention import ShapedAttention as ShapedAttention
 from shaped.layers.attention_branch import AttentionBranch as AttentionBranch
-from shaped.layers.attention_branch import rope_frequencies as rope_frequencies
 from shaped.layers.base import Chain as Chain
 from shaped.layers.base import Layer as Layer
 from shaped.layers.base import NoLimit as NoLimit
@@ -20,5 +19,6 @@ from shaped.layers.normalisation import Norm as Norm
 from shaped.layers.normalisation import Normalise as Normalise
 from shaped.layers.normalisation import PostLN as PostLN
 from shaped.layers.normalisation import PreLN as PreLN
+from shaped.layers.rope import rope_frequencies as rope_frequencies
 from shaped.layers.terms import Term as Term
 from shaped.layers.terms import WeightNoise as WeightNoise

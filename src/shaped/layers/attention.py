@@ -15,9 +15,9 @@ from shaped.covariance import Matrix, factor, inverse_length, match_layout, prod
 from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual
 from shaped.layers.logits import LogitPerturbation
 from shaped.layers.masks import Mask, check_mask, describe_mask, head_masks
-from shaped.layers.rope import Rope, check_rope, check_rope_width, describe_rope, rope_frequencies
+from shaped.layers.rope import Rope, check_rope, check_rope_width, describe_rope, find_frequencies
 from shaped.layers.terms import Term, WeightNoise
-from shaped.nn.functional import attention_matrix, logit_bias, rotate
+from shaped.nn.functional import attention_matrix, logit_bias, rotate, rotation_of_places
 from shaped.nn.networks import RandomAttention, Residual
 from shaped.randomness import Stream
 
@@ -40,7 +40,7 @@ class ShapedAttention(ResidualLayer):
             is missing from A; without the temperature $\tau = \tau_0\sqrt{n_k}$. With all three off this is softmax attention
             (Eq. Softmax-att). A layer that lacks one of them has a law and a module, but no limit.
         qk_norm: divide every query and every key by its root mean square over the n_k features (QK-norm). A token of length zero has
-            logits 0.
+            logits 0. The limit takes wide keys; at a fixed n_k logits differ from it by up to 1/n_k.
         rope: rotate queries and keys by their positions (RoPE): a base, such as 10000.0, or n_k/2 frequencies in radians a token. In the
             limit a base has a continuum of frequencies.
     """
@@ -156,13 +156,14 @@ class ShapedAttention(ResidualLayer):
     def rotated_logits(self, L: Factor, n_k: int, scale: float, stream: Stream) -> Matrix:
         """The same with RoPE. It tells features apart, so queries and keys are drawn: 2·m·n_k normals."""
         assert self.rope is not None
-        batch, m, frequencies = len(L), L.shape[-1], rope_frequencies(self.rope, n_k)
+        batch, m = len(L), L.shape[-1]
+        cos, sin = (part.to(L) for part in rotation_of_places(m, find_frequencies(self.rope, n_k)))
         logits = L.new_empty(batch, m, m)
         few = max(1, (2**16 if L.device.type == "cpu" else 2**26) // (m * n_k))  # so many samples fit into the CPU's cache
         for first in range(0, batch, few):
             part = L[first : first + few].contiguous()
             queries, keys = part @ stream.rows(part, m, n_k), part @ stream.matrices(part, m, n_k)
-            logits[first : first + few] = rotate(queries, frequencies) @ rotate(keys, frequencies).mT
+            logits[first : first + few] = rotate(queries, cos, sin) @ rotate(keys, cos, sin).mT
             if self.qk_norm:
                 query_length, key_length = (inverse_length(x.square().sum(-1)) for x in (queries, keys))
                 logits[first : first + few].mul_(query_length[..., None]).mul_(key_length[..., None, :]).mul_(n_k)
@@ -184,7 +185,7 @@ class ShapedAttention(ResidualLayer):
             float(self.centre),
             self.mask,
             self.qk_norm,
-            None if self.rope is None else rope_frequencies(self.rope, keys),
+            None if self.rope is None else find_frequencies(self.rope, keys),
             generator=generator,
             dtype=dtype,
         )

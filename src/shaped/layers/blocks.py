@@ -82,6 +82,11 @@ class ResidualBlock(Layer):
         norms = (self.post, self.after, *(norm for _, norm in self.pairs))
         return any(norm is not None and norm.needs_features for norm in norms)
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        if sizes.n_k is not None:
+            for branch, _ in self.pairs:
+                branch.check_keys(sizes.n_k)
+
     def count_entries(self, m: int) -> int:
         """The features that a branch draws, m for each, come in parts: sixteen parts of them count as much as a covariance does."""
         return max(m**2, *(m * branch.features // 16 for branch, _ in self.pairs))
@@ -122,7 +127,7 @@ class ResidualBlock(Layer):
     def module(
         self, n: int, n_k: int | None = None, *, generator: torch.Generator | None = None, dtype: torch.dtype | None = None
     ) -> nn.Module:
-        n = Sizes(n, n_k).n
+        self.check_sizes(Sizes(n, n_k))
         branches = [branch.module(n, generator=generator, dtype=dtype) for branch, _ in self.pairs]
         norms = [None if norm is None else norm.module(n, dtype) for norm in (*(norm for _, norm in self.pairs), self.post, self.after)]
         return RandomBlock(branches, norms[:-2], norms[-2], norms[-1], self.lam, self.gamma)

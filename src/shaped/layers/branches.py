@@ -65,6 +65,10 @@ class Branch(ABC):
     def features(self) -> int:
         """How many features the branch draws for a token, about."""
 
+    def check_keys(self, n_k: int) -> None:
+        """Raises a ValueError if n_k is not the width of the branch's keys. Most branches have none."""
+        return
+
     @abstractmethod
     def module(self, n: int, **draw: Any) -> nn.Module:
         """The branch with explicit weights, for tokens of width n."""

@@ -91,7 +91,7 @@ class Normalise(Layer):
             raise ValueError(f"norm must be a norm, such as Norm('rms'), got {self.norm!r}")
 
     def limit(self) -> tuple[Term, ...]:
-        raise NoLimit(f"{self!r} has no limit: it brings every token to the same length, whatever V was: an update of O(1)")
+        raise NoLimit(f"{self!r} has no limit: it changes the length of every token whatever the width is: an update of O(1)")
 
     @property
     def needs_tokens(self) -> bool:

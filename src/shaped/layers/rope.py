@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shaped.checks import as_tensor, in_range
+from shaped.checks import as_tensor, in_range, whole_number
+from shaped.nn.functional import rotary_frequencies
 
 Rope = float | tuple[float, ...] | None
 
@@ -44,19 +45,28 @@ def describe_rope(rope: Rope) -> str:
     return f"<{len(rope)} frequencies>" if isinstance(rope, tuple) else repr(rope)
 
 
-def check_rope_width(rope: Rope, n_k: int) -> None:
-    """Raises a ValueError if queries of n_k features cannot be rotated."""
-    if isinstance(rope, tuple) and n_k != 2 * len(rope):
-        raise ValueError(f"n_k must be {2 * len(rope)}, two features for each of rope's {len(rope)} frequencies, got {n_k}")
-    if rope is not None and n_k % 2:
-        raise ValueError(f"n_k must be even with rope, which rotates pairs of features, got {n_k}")
-
-
-def rope_frequencies(rope: float | tuple[float, ...], n_k: int) -> Float[Tensor, " {n_k}//2"]:
-    r"""The frequencies $\theta_i = \text{base}^{-2i/n_k}$ of $n_k/2$ pairs of features, or those given."""
+def check_rope_width(rope: Rope, width: int, name: str = "n_k", partly: bool = False) -> None:
+    """Raises a ValueError if queries of so many features cannot be rotated; `partly`: some of the features may stay as they are."""
     if isinstance(rope, tuple):
-        return torch.tensor(rope, dtype=torch.float64)
-    return rope ** (-torch.arange(0, n_k, 2, dtype=torch.float64) / n_k)
+        wanted = 2 * len(rope)
+        if width < wanted or (width > wanted and not partly):
+            least = "at least " if partly else ""
+            raise ValueError(f"{name} must be {least}{wanted}, two features for each of rope's {len(rope)} frequencies, got {width}")
+    elif rope is not None and width % 2:
+        raise ValueError(f"{name} must be even with rope, which rotates pairs of features, got {width}")
+
+
+def rope_frequencies(width: int, base: float = 10_000.0) -> tuple[float, ...]:
+    r"""$\theta_i = \text{base}^{-2i/\text{width}}$, the frequencies that rotate `width` features of a head (`rotary_frequencies`)."""
+    width, base = whole_number("width", width, least=2), in_range("base", base, 1.0, MOST_BASE)
+    if width % 2:
+        raise ValueError(f"width must be even, since features are rotated in pairs, got {width}")
+    return tuple(rotary_frequencies(width, base).tolist())
+
+
+def find_frequencies(rope: float | tuple[float, ...], width: int) -> tuple[float, ...]:
+    """Those given, or those of a base, for heads of this width."""
+    return rope if isinstance(rope, tuple) else rope_frequencies(width, rope)
 
 
 @lru_cache(maxsize=32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -9,7 +11,6 @@ from torch import Tensor
 from shaped.nn.activations.relu import he_constant as he_constant
 from shaped.nn.activations.relu import shaped_relu as shaped_relu
 from shaped.nn.attention import shaped_attention as shaped_attention
-from shaped.nn.rotary import turn_pairs
 
 RMS_EPS = 1e-6
 """What is added to the mean square, so that a vector of zeros stays zero."""
@@ -40,10 +41,28 @@ def attention_matrix(
     return A
 
 
-def rotate(x: Float[Tensor, "*batch m k"], frequencies: Float[Tensor, " pairs"]) -> Float[Tensor, "*batch m k"]:
-    r"""RoPE: the pair (i, i + k/2) of the features of token $\alpha$ turned by the angle $\alpha\,\theta_i$ (Su et al. 2021)."""
-    angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequencies.to("cpu", torch.float64)
-    return turn_pairs(x, angle.cos().to(x), angle.sin().to(x))
+def rotary_frequencies(
+    width: int, base: float, dtype: torch.dtype = torch.float64, device: torch.device | None = None
+) -> Float[Tensor, " pairs"]:
+    r"""$\theta_i = \text{base}^{-2i/\text{width}}$, i = 0 … width/2 - 1: the frequencies of RoPE (Su et al. 2021, Eq. 15)."""
+    return base ** -(torch.arange(0, width, 2, dtype=dtype, device=device) / width)
+
+
+@lru_cache(maxsize=8)
+def rotation_of_places(m: int, frequencies: tuple[float, ...]) -> tuple[Float[Tensor, "m pairs"], Float[Tensor, "m pairs"]]:
+    r"""Cosine and sine of the angles $\alpha\,\theta_i$ of m tokens at the places 0 … m - 1, in double precision."""
+    angles = torch.arange(m, dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    return angles.cos(), angles.sin()
+
+
+def rotate(
+    x: Float[Tensor, "*batch k"], cos: Float[Tensor, "*#batch pairs"], sin: Float[Tensor, "*#batch pairs"]
+) -> Float[Tensor, "*batch k"]:
+    """RoPE: features i and i + pairs are turned by the angle with this cosine and sine. Features beyond the pairs stay as they are."""
+    pairs = cos.shape[-1]
+    one, other = x[..., :pairs], x[..., pairs : 2 * pairs]
+    turned = [one * cos - other * sin, other * cos + one * sin]
+    return torch.cat(turned if 2 * pairs == x.shape[-1] else [*turned, x[..., 2 * pairs :]], -1).to(x.dtype)
 
 
 def layer_norm(X: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch m n"]:

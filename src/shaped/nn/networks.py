@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.nn.activations import Activation
-from shaped.nn.functional import attention_matrix, layer_norm, logit_bias, rotate
+from shaped.nn.functional import attention_matrix, layer_norm, logit_bias, rms_norm, rotate, rotation_of_places
 
 X = Float[Tensor, "*batch m n"]
 
@@ -36,7 +36,7 @@ class RandomAttention(nn.Module):
         gamma2: float,
         mask: str | Tensor | None,
         qk_norm: bool = False,
-        frequencies: Tensor | None = None,
+        frequencies: tuple[float, ...] | None = None,
         **draw: Any,
     ):
         super().__init__()
@@ -52,20 +52,17 @@ class RandomAttention(nn.Module):
             (x @ weight * scale).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for weight in (self.query, self.key, self.value)
         )
         if self.qk_norm:
-            query, key = normalise(query), normalise(key)
+            # The theory adds nothing to the mean square: only a row of zeros stays as it is.
+            query, key = (rms_norm(rows, torch.finfo(x.dtype).tiny) for rows in (query, key))
         if self.frequencies is not None:
-            query, key = rotate(query, self.frequencies), rotate(key, self.frequencies)
+            rotation = [part.to(x) for part in rotation_of_places(x.shape[-2], self.frequencies)]
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
         # Subtract the first key from all keys. This does not change the softmax, but keeps the query's gradient accurate: when tokens
         # collapse, rounding errors of A's row sums times the keys' common part are larger than the gradient (Fig. gradients).
         key = key - key[..., :1, :]
         A = attention_matrix(query @ key.mT / self.tau, logit_bias(self.mask, x.shape[-2], x), self.gamma1, self.gamma2)
         mixed = (A @ value).transpose(-2, -3).flatten(-2)
         return mixed if self.output is None else mixed @ self.output * scale
-
-
-def normalise(x: X) -> X:
-    """Each row divided by its root mean square. The theory adds nothing to the mean square: only a row of zeros stays as it is."""
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=torch.finfo(x.dtype).tiny)
 
 
 class RandomFeedForward(nn.Module):

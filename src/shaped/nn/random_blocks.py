@@ -117,7 +117,7 @@ class RandomSelfAttention(nn.Module):
 
     @staticmethod
     def rotate(x: Tensor, frequencies: Sequence[float]) -> Tensor:
-        """Features 2i and 2i + 1 as a complex number, times exp(i·place·frequency)."""
+        """Features 2i and 2i + 1 as a complex number, times exp(i·place·frequency): written apart from `functional.rotate`, to test it."""
         wide = 2 * len(frequencies)
         place = torch.arange(x.shape[-2], dtype=torch.float64)[:, None]
         turn = torch.exp(1j * place * torch.tensor(frequencies, dtype=torch.float64))

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shaped.nn import functional
+
 ROPE_BASE = 10_000.0
 POSITIONS = ("learned", "rope")  # how a model knows them: a table that is added to the embedding, or rotated queries and keys
 
@@ -20,11 +22,10 @@ class Rotation(NamedTuple):
 
 
 def make_rotation(positions: Int[Tensor, "batch m"], features: int, base: float = ROPE_BASE) -> Rotation:
-    r"""The angles $p\,\text{base}^{-2i/E}$ of a token at position p, for i = 0 … E/2 - 1 (Su et al. 2021, Eq. 15). In float32."""
+    r"""The angles $p\,\text{base}^{-2i/E}$ of a token at position p, for i = 0 … E/2 - 1. In float32."""
     if features % 2:
         raise ValueError(f"features must be even, since they are rotated in pairs, got {features}")
-    exponents = torch.arange(0, features, 2, device=positions.device, dtype=torch.float32) / features
-    angles = positions[..., None].float() * base**-exponents
+    angles = positions[..., None].float() * functional.rotary_frequencies(features, base, torch.float32, positions.device)
     return Rotation(angles.cos(), angles.sin())
 
 
@@ -39,10 +40,4 @@ def check_rope(positions: str, rope_base: float, key_width: int) -> None:
 def rotate(x: Float[Tensor, "batch heads m E"], rotation: Rotation) -> Float[Tensor, "batch heads m E"]:
     """Rotates features i and i + E/2 by the i-th angle of their token: the layout of transformers' Llama. Computed in float32."""
     cos, sin = (table[:, None] for table in rotation)
-    return turn_pairs(x, cos, sin).to(x.dtype)
-
-
-def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Features i and i + E/2 of x, [..., E], turned by angles with these cosines and sines, [..., E/2]."""
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return functional.rotate(x, cos, sin)

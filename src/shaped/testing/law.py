@@ -186,8 +186,9 @@ def find_width(layer: Layer, least: int) -> int:
 
 
 def find_key_width(layer: Layer, n: int, least: int) -> int:
-    """The smallest width of a head's keys, at least this, that the layer can have at width n."""
-    return _find_sizes(layer, (Sizes(n, n_k) for n_k in range(least, 2**12)), f"keys of a width between {least} and {2**12}").keys(1)
+    """The smallest width of a head's keys, at least this where there is one, that the layer can have at width n."""
+    widths = (*range(least, 2**12), *range(1, least))
+    return _find_sizes(layer, (Sizes(n, n_k) for n_k in widths), f"keys of a width below {2**12}").keys(1)
 
 
 def _find_sizes(layer: Layer, candidates: Iterable[Sizes], wanted: str) -> Sizes:

@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from shaped.checks import positive, whole_number
 from shaped.hf.prediction.embeddings import Embedding
 from shaped.layers import FeedForwardBranch, ResidualBlock, Weights
+from shaped.nn.functional import rotary_frequencies
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -123,8 +124,7 @@ def read_rope(config: PreTrainedConfig, head_width: int, layer_type: str | None 
     if not 0 < rotated + rotated % 2 <= head_width or (share != 1.0 and config.model_type != "gpt_neox"):
         raise ValueError(f"partial_rotary_factor must be 1, or for GPT-NeoX give pairs of {head_width} features, got {share!r}")
     if kind == "default":
-        powers = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
-        return tuple((base**-powers).tolist()), 1.0
+        return tuple(rotary_frequencies(rotated, base).tolist()), 1.0
     given = {"layer_type": layer_type} if layer_type is not None else {}
     try:
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **given)

@@ -1,15 +1,15 @@
 """Mutation testing: changes the package in one place at a time and counts how many of the changes some test notices.
 
-    python benchmarks/mutations.py                      # every mutant of layers/, limit.py, finite.py and nn/functional.py
-    python benchmarks/mutations.py --count 100 --seed 1 # a random sample
-    python benchmarks/mutations.py --files src/shaped/covariance.py --tests tests/core/test_covariance.py --out out/covariance.json
+    python benchmarks/mutation/mutations.py                      # every mutant of layers/, limit.py, finite.py and nn/functional.py
+    python benchmarks/mutation/mutations.py --count 100 --seed 1 # a random sample
+    python benchmarks/mutation/mutations.py --files src/shaped/covariance.py --tests tests/core/test_covariance.py --out out/covariance.json
 
 One run of the unchanged package measures each test: its CPU time, and the functions that it calls. A mutant then runs the tests that call
 the changed function, the fastest first, until one fails. Tests longer than `--longest` are left out, mostly the statistical ones,
 so the share killed is a lower bound.
 A child is forked for each mutant: torch is imported once, and the working tree is never written to.
 An interrupted run goes on where it was: finished mutants are in out/mutations.json. When the tests change, survivors are tried again.
-benchmarks/equivalent_mutants.toml lists mutants that compute the same, each with its reason: they are left out.
+benchmarks/mutation/equivalent_mutants.toml lists mutants that compute the same, each with its reason: they are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 import pytest
 from mutants import Mutant, make_mutants
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "shaped"
 FILES = ["src/shaped/layers", "src/shaped/limit.py", "src/shaped/finite.py", "src/shaped/nn/functional.py", "src/shaped/nn/activations"]
 TESTS = [
@@ -49,7 +49,7 @@ TESTS = [
     "tests/nn/test_functional.py",
     "tests/nn/test_modules.py",
 ]
-EQUIVALENT = ROOT / "benchmarks" / "equivalent_mutants.toml"
+EQUIVALENT = ROOT / "benchmarks" / "mutation" / "equivalent_mutants.toml"
 STATE = ROOT / "out" / "mutations.json"
 Tests = dict[str, dict[str, Any]]  # by id: seconds, and the functions reached, as "file: qualified name"
 
