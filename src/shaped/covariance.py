@@ -165,7 +165,21 @@ def factor(V: Matrix) -> Matrix:
     low = (info > 0) | (pivots < unit * V.diagonal(dim1=-2, dim2=-1)).any(-1)
     if low.any():  # tokens that coincide
         L = L.clone()
-        L[low] = _cholesky_by_columns(V[low], unit)
+        L[low] = _factor_singular(V[low], unit)
+    return L
+
+
+def _factor_singular(V: Matrix, unit: float) -> Matrix:
+    """By columns, and by eigenvalues where that fails: with fewer features than tokens, rounding errors may grow from column to column."""
+    L = _cholesky_by_columns(V, unit)
+    scale = inverse_length(V.diagonal(dim1=-2, dim2=-1))
+    rho = V * scale[..., :, None] * scale[..., None, :]
+    error = ((L * scale[..., None]) @ (L * scale[..., None]).mT - rho).abs().amax((-2, -1))
+    wrong = ~(error <= 2 * unit) & V.isfinite().all(-1).all(-1)
+    if wrong.any():
+        values, vectors = torch.linalg.eigh(rho[wrong])
+        root = vectors * values.clamp(min=torch.finfo(V.dtype).eps).sqrt()[..., None, :]
+        L[wrong] = torch.linalg.qr(root.mT).R.mT * V[wrong].diagonal(dim1=-2, dim2=-1).sqrt()[..., None]
     return L
 
 
