@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -88,7 +89,7 @@ def name_model(config: PreTrainedConfig) -> str:
 
 def read_tokens(tokens: Any) -> tuple[int, str, Any]:
     """The number of tokens, what they were given as ("number", "ids", "covariance"), and the number, ids or covariance itself."""
-    if isinstance(tokens, int):
+    if isinstance(tokens, int | np.integer):
         m = whole_number("tokens", tokens, least=2)
         return m, "number", m
     array = as_tensor("tokens", tokens).detach().cpu()
@@ -105,6 +106,8 @@ def read_tokens(tokens: Any) -> tuple[int, str, Any]:
 
 
 def check_given(V: Tensor, n: int) -> Tensor:
+    if not V.any():
+        raise ValueError("tokens must be a covariance of tokens that are not all 0, got one of zeros")
     if len(V) > n:
         raise ValueError(f"tokens must be a covariance of at most {n} tokens, the model's width, got {len(V)}")
     return V
@@ -185,7 +188,10 @@ class Simulation:
 
 def measure(state: Tensor | Point) -> dict[str, Tensor]:
     """rho, length and effective rank of each sample's residual stream, [batch] each."""
-    V = (state.V if isinstance(state, Point) else gram(state)).double().cpu()
+    V = state.V if isinstance(state, Point) else gram(state)
+    if not V.isfinite().all():
+        raise ValueError(f"dtype must hold the numbers of the residual stream, got {V.dtype} and a covariance that is not finite")
+    V = V.double().cpu()
     m = V.shape[-1]
     pairs = ~torch.eye(m, dtype=torch.bool)
     return {
