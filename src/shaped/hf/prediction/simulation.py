@@ -61,9 +61,7 @@ def predict(
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
     threads = len(os.sched_getaffinity(0)) if threads is None else whole_number("threads", threads)
-    m, kind, given = read_tokens(tokens)
-    network = describe_network(read, m)
-    start = GivenStart(check_given(given, network.width)) if kind == "covariance" else network.embedding.choose_start(given)
+    m, kind, network, start = prepare(read, tokens)
     simulation = Simulation(network, start, m, kind != "covariance", seed, dtype, where)
     quantities = simulation.run(samples, threads, progress)
     info = {
@@ -79,6 +77,18 @@ def predict(
         "dtype": str(dtype).removeprefix("torch."),
     }
     return Prediction(**quantities, info=info)
+
+
+def prepare(config: PreTrainedConfig, tokens: Any) -> tuple[int, str, Network, Start]:
+    """The number of tokens, what they were given as, the network, and what enters it. Refuses what does not fit together."""
+    m, kind, given = read_tokens(tokens)
+    network = describe_network(config, m)
+    return (
+        m,
+        kind,
+        network,
+        GivenStart(check_given(given, network.width)) if kind == "covariance" else network.embedding.choose_start(given),
+    )
 
 
 def name_model(config: PreTrainedConfig) -> str:
