@@ -33,6 +33,7 @@ from shaped.testing.stats import seed
 
 TINY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
 SMALL: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "vocab_size": 20, "bos_token_id": None, "eos_token_id": None}
+SEES_ALL: dict[str, Any] = {"is_causal": False}
 MODELS = 16
 
 
@@ -103,7 +104,7 @@ def test_padding_counts_from_the_end_as_in_torch():
 
 def test_more_tokens_than_features():
     """rho of single models scatters; lengths do not, and a covariance without a factor would change them by orders of magnitude."""
-    config = LlamaConfig(**TINY | {"vocab_size": 64})
+    config = LlamaConfig(**cast(Any, TINY | {"vocab_size": 64}))
     few, many = (predict(config, m, samples=8).length.mean(1) for m in (8, 64))
     torch.testing.assert_close(many, few, rtol=0.1, atol=0.0)
 
@@ -226,10 +227,10 @@ def test_bad_files_are_refused_by_the_field(tmp_path, text, words):
         (Gemma2Config(**TINY, use_bidirectional_attention=True), ["use_bidirectional_attention must not be set"]),
         (RobertaConfig(**TINY, max_position_embeddings=5), ["tokens must be at most 3", "4"]),
         (ViTConfig(hidden_size=16, num_attention_heads=2, image_size=4, patch_size=8), ["patch_size must be at most image_size", "8"]),
-        (LlamaConfig(**TINY, is_causal=False), ["is_causal must be left out or true", "False"]),
-        (BertConfig(**TINY, is_decoder=True, is_causal=False), ["is_causal must be left out or true", "False"]),
+        (LlamaConfig(**TINY, **SEES_ALL), ["is_causal must be left out or true", "False"]),
+        (BertConfig(**TINY, is_decoder=True, **SEES_ALL), ["is_causal must be left out or true", "False"]),
         (LlamaConfig(**TINY, head_dim=7), ["head_dim must be even", "7"]),
-        (LlamaConfig(**TINY | {"vocab_size": 2}, pad_token_id=2), ["pad_token_id must be at most 1", "2"]),
+        (LlamaConfig(**TINY, pad_token_id=20), ["pad_token_id must be at most 19", "20"]),
         ("missing/config.json", ["config must be a folder", "missing/config.json"]),
         (3, ["config must be a transformers config", "int"]),
     ],

@@ -83,12 +83,8 @@ def prepare(config: PreTrainedConfig, tokens: Any) -> tuple[int, str, Network, S
     """The number of tokens, what they were given as, the network, and what enters it. Refuses what does not fit together."""
     m, kind, given = read_tokens(tokens)
     network = describe_network(config, m)
-    return (
-        m,
-        kind,
-        network,
-        GivenStart(check_given(given, network.width)) if kind == "covariance" else network.embedding.choose_start(given),
-    )
+    start = GivenStart(check_given(given, network.width)) if kind == "covariance" else network.embedding.choose_start(given)
+    return m, kind, network, start
 
 
 def name_model(config: PreTrainedConfig) -> str:
