@@ -157,24 +157,32 @@ def factor(V: Matrix) -> Matrix:
     It is the Cholesky factor. Pivots are raised to a few units in the last place of the token's variance, which is the size of the
     rounding errors in V. A matrix that is not finite gets a factor that is not finite.
     """
-    unit = 4 * V.shape[-1] * torch.finfo(V.dtype).eps
-    if not is_for_blas(V):
-        return _cholesky_by_columns(V, unit)
-    L, info = torch.linalg.cholesky_ex(V)
-    pivots = L.diagonal(dim1=-2, dim2=-1).square()
-    low = (info > 0) | (pivots < unit * V.diagonal(dim1=-2, dim2=-1)).any(-1)
-    if low.any():  # tokens that coincide
-        L = L.clone()
-        L[low] = _cholesky_by_columns(V[low], unit)
+    floor = V.diagonal(dim1=-2, dim2=-1) * (4 * V.shape[-1] * torch.finfo(V.dtype).eps) + torch.finfo(V.dtype).tiny
+    if is_for_blas(V):
+        L, info = torch.linalg.cholesky_ex(V)
+    elif V.is_cuda:  # reads nothing back, so that a CUDA graph can hold it
+        return _cholesky_by_columns(V, floor, bounded=True)
+    else:
+        L, info = _cholesky_by_columns(V, floor, bounded=False), None
+    # Where a pivot was raised: tokens that coincide, or more tokens than features. A pivot at the floor itself may be some eps less.
+    low = (L.diagonal(dim1=-2, dim2=-1) < floor.sqrt() * (1.0 - 4.0 * torch.finfo(V.dtype).eps)).any(-1)
+    low = low if info is None else low | (info > 0)
+    if low.any():
+        L = L.clone() if info is not None else L
+        L[low] = _cholesky_by_columns(V[low], floor[low], bounded=True)
     return L
 
 
-def _cholesky_by_columns(V: Matrix, unit: float) -> Matrix:
-    floor = V.diagonal(dim1=-2, dim2=-1) * unit + torch.finfo(V.dtype).tiny
+def _cholesky_by_columns(V: Matrix, floor: Float[Tensor, "*batch m"], bounded: bool) -> Matrix:
+    """`bounded`: no entry is larger than a positive semi-definite rest allows. Without it rounding errors over a raised pivot can grow from
+    column to column without limit. It costs half as much again."""
     L, rest = torch.zeros_like(V), V.clone()
     for j in range(V.shape[-1]):
         scale = torch.maximum(rest[..., j, j], floor[..., j]).rsqrt_()
         column = rest[..., j:, j] * scale[..., None]
+        if bounded:
+            most = torch.maximum(rest.diagonal(dim1=-2, dim2=-1)[..., j:], floor[..., j:]).sqrt_()
+            column = torch.minimum(torch.maximum(column, -most), most)
         L[..., j:, j] = column
         if j + 1 < V.shape[-1]:
             below = column[..., 1:]

@@ -110,9 +110,14 @@ class Stream(Normals):
         return self._forked
 
     def normal(self, *shape: int) -> Tensor:
+        return self.fill(torch.empty(shape, dtype=self._dtype, device=self._device))
+
+    def fill(self, buffer: Float[Tensor, ...]) -> Float[Tensor, ...]:
+        """Standard normal numbers, in place: a contiguous buffer that is used again stays in the cache."""
         if self._device.type == "cpu" and self._dtype == torch.float64:
-            return torch.from_numpy(self._numpy.standard_normal(shape))
-        return torch.randn(shape, generator=self._torch, dtype=self._dtype, device=self._device)
+            self._numpy.standard_normal(out=buffer.numpy())
+            return buffer
+        return buffer.normal_(generator=self._torch)
 
     @property
     def generator(self) -> torch.Generator:

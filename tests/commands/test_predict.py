@@ -53,11 +53,17 @@ def test_tokens_from_a_file_and_json(monkeypatch, capsys, tmp_path, configs):
     assert model["rho"]["mean"][0] == pytest.approx(1.0, abs=1e-3)  # one token three times
 
 
+def test_tokens_that_one_config_cannot_have_are_refused_before_the_work(monkeypatch, tmp_path, configs):
+    """The second model has eight positions."""
+    monkeypatch.setattr("shaped.hf.prediction.simulation.Simulation.run", lambda *_: pytest.fail("began to work"))
+    assert run(monkeypatch, *configs, "--tokens", "9", "--out", str(tmp_path / "out")) == 2
+
+
 def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, tmp_path, configs):
     (tmp_path / "wrong.json").write_text(json.dumps({"model_type": "llama", "hidden_act": "prelu"} | SIZES))
     out = tmp_path / "out"
     for arguments, word in (
-        ([configs[0], str(tmp_path / "wrong.json")], "hidden_act must be one of"),
+        ([configs[0], str(tmp_path / "wrong.json"), "--tokens", "4"], "hidden_act must be one of"),
         ([configs[0], "--tokens", "many"], "tokens must be a number or a .npy file"),
         ([configs[0], "--tokens", "1"], "tokens must be at least 2"),
         ([str(tmp_path / "none")], "config must be a folder with a config.json"),

@@ -48,6 +48,17 @@ def test_factor(m, dtype):
         assert ((L @ L.mT - V).abs() <= 20 * m * eps * lengths[:, :, None] * lengths[:, None, :]).all()
 
 
+@pytest.mark.parametrize(("m", "n"), [(4, 2), (FEW, 4), (8, 4), (24, 16), (64, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factor_of_more_tokens_than_features(m, n, dtype):
+    scales = torch.logspace(-6, 6, m, dtype=dtype)[:, None]
+    X = torch.randn(16 if m > FEW else 4000, m, n, generator=generator(m), dtype=torch.float64).to(dtype) * scales
+    V = X @ X.mT / n
+    L = factor(V)
+    assert L.triu(1).eq(0).all()
+    assert ((L @ L.mT - V).abs() <= 16 * torch.finfo(dtype).eps ** 0.5 * 4 * scales * scales.T).all()
+
+
 @pytest.mark.parametrize("m", [3, FEW + 2])
 def test_factor_of_what_is_empty_or_not_finite(m):
     V = torch.eye(m, dtype=torch.float64).repeat(3, 1, 1)

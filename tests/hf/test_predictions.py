@@ -33,6 +33,7 @@ from shaped.testing.stats import seed
 
 TINY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
 SMALL: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "vocab_size": 20, "bos_token_id": None, "eos_token_id": None}
+SEES_ALL: dict[str, Any] = {"is_causal": False}
 MODELS = 16
 
 
@@ -91,7 +92,21 @@ def test_ids_and_a_number_of_distinct_tokens_are_the_same():
     config = LlamaConfig(**TINY, pad_token_id=1)
     one, other = predict(config, 4, samples=3), predict(config, [0, 2, 3, 4], samples=3)
     assert torch.equal(one.rho, other.rho)
+    assert torch.equal(one.rho, predict(config, np.int64(4), samples=3).rho)
     assert not torch.equal(one.rho, predict(config, np.array([0, 2, 3, 2]), samples=3).rho)
+
+
+def test_padding_counts_from_the_end_as_in_torch():
+    config = LlamaConfig(**TINY, pad_token_id=-1)
+    assert LlamaModel(config).embed_tokens.weight[19].eq(0).all()
+    assert torch.equal(predict(config, [3, 19], samples=2).rho[0], torch.zeros(2, dtype=torch.float64))
+
+
+def test_more_tokens_than_features():
+    """rho of single models scatters; lengths do not, and a covariance without a factor would change them by orders of magnitude."""
+    config = LlamaConfig(**cast(Any, TINY | {"vocab_size": 64}))
+    few, many = (predict(config, m, samples=8).length.mean(1) for m in (8, 64))
+    torch.testing.assert_close(many, few, rtol=0.1, atol=0.0)
 
 
 def test_threads_do_not_change_a_bit():
@@ -146,11 +161,12 @@ def test_the_deviation_of_a_truncated_normal():
     assert truncated_std(None) == truncated_std(3.0)
 
 
-def test_configs_are_read_from_files_and_folders(tmp_path):
+def test_configs_are_read_from_files_and_folders(tmp_path, monkeypatch):
     config = ShapedConfig(**TINY, max_position_embeddings=8)
     config.save_pretrained(tmp_path / "model")
     by_object = predict(config, 4, samples=2)
-    for place in (tmp_path / "model", str(tmp_path / "model" / "config.json")):
+    monkeypatch.chdir(tmp_path / "model")
+    for place in (tmp_path / "model", str(tmp_path / "model" / "config.json"), "."):
         found = predict(place, 4, samples=2)
         assert torch.equal(found.rho, by_object.rho)
         assert found.info["name"] == "model"
@@ -211,6 +227,10 @@ def test_bad_files_are_refused_by_the_field(tmp_path, text, words):
         (Gemma2Config(**TINY, use_bidirectional_attention=True), ["use_bidirectional_attention must not be set"]),
         (RobertaConfig(**TINY, max_position_embeddings=5), ["tokens must be at most 3", "4"]),
         (ViTConfig(hidden_size=16, num_attention_heads=2, image_size=4, patch_size=8), ["patch_size must be at most image_size", "8"]),
+        (LlamaConfig(**TINY, **SEES_ALL), ["is_causal must be left out or true", "False"]),
+        (BertConfig(**TINY, is_decoder=True, **SEES_ALL), ["is_causal must be left out or true", "False"]),
+        (LlamaConfig(**TINY, head_dim=7), ["head_dim must be even", "7"]),
+        (LlamaConfig(**TINY, pad_token_id=20), ["pad_token_id must be at most 19", "20"]),
         ("missing/config.json", ["config must be a folder", "missing/config.json"]),
         (3, ["config must be a transformers config", "int"]),
     ],
@@ -230,13 +250,16 @@ def test_what_is_not_in_the_prediction_is_refused(config, words):
         ([0, -1], ["tokens must be ids from 0 to 19", "-1"]),
         ([0.5, 1.5], ["tokens must be a number, ids [m] or a covariance", "[2]"]),
         ([[1.0, 2.0], [2.0, 1.0]], ["tokens must be positive semi-definite"]),
+        ([1, 1], ["tokens must not all be padding", "2 times 1"]),
+        (torch.zeros(2, 2), ["tokens must be a covariance of tokens that are not all 0"]),
+        (1e300 * torch.eye(2, dtype=torch.float64), ["dtype must hold", "torch.float32", "not finite"]),
         (equicorrelated(17, 0.1), ["tokens must be a covariance of at most 16 tokens", "17"]),
     ],
     ids=str,
 )
 def test_bad_tokens_are_refused(tokens, words):
     with refused(*words):
-        predict(LlamaConfig(**TINY), tokens, samples=2)
+        predict(LlamaConfig(**TINY, pad_token_id=1), tokens, samples=2)
 
 
 def test_other_bad_arguments_are_refused():

@@ -8,16 +8,18 @@ import pytest
 import torch
 from explicit import ALIBI, BLOCKS, LN, ONE_TOKEN, RMS, V0, M, N, attention, draw_explicit, draw_law, feedforward
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 import shaped
 from shaped import AttentionBranch, FeedForwardBranch, Norm, Normalise, ResidualBlock, Weights, rope_frequencies, testing
+from shaped.covariance import equicorrelated, factor
 from shaped.layers.attention_branch import normalise_heads, rotate_in_place
 from shaped.layers.base import Sizes
 from shaped.nn.activations.functions import FUNCTIONS
 from shaped.nn.functional import rotate, rotation_of_places
 from shaped.nn.random_blocks import RandomSelfAttention
 from shaped.randomness import Stream
-from shaped.testing.stats import KS_AT_Z, assert_rejected, assert_same_moments, generator, random_covariance
+from shaped.testing.stats import KS_AT_Z, assert_rejected, assert_same_moments, generator, random_covariance, seed
 
 NETWORKS = 8_000
 # more for blocks whose options have small effects
@@ -255,3 +257,20 @@ PLAIN = Weights(0.1)
 def test_errors_name_the_argument(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bias", [0.0, 0.7])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_gram_matrix_of_one_sample_leaves_nothing_out(gated, bias, dtype):
+    """Products by halves of the tokens, with an odd number of them, against the same features in whole products."""
+    branch = FeedForwardBranch(50, Weights(0.6, bias), Weights(1.0), "silu", gated)
+    F = branch.inner.rows(factor(equicorrelated(5, 0.3, dtype=dtype)[None]), 20)
+    K, literal = F.new_zeros(5, 5), seed(31)
+    branch.add_gram(K, F[0], 20, Stream(literal, 0, dtype=dtype, device=torch.device("cpu")))
+    stream, parts = Stream(literal, 0, dtype=dtype, device=torch.device("cpu")), []
+    for count in (20, 20, 10):
+        H = silu(stream.normal(count, F.shape[-1]) @ F[0].T)
+        parts.append(H * (stream.normal(count, F.shape[-1]) @ F[0].T) if gated else H)
+    H = torch.cat(parts)
+    torch.testing.assert_close(K, H.T @ H)

@@ -51,14 +51,14 @@ def predict(
     """
     if not find_spec("transformers"):
         raise ValueError("predict needs transformers (pip install 'shaped-transformer[hf]')")
-    from shaped.hf.prediction.families import describe_network, read_config
+    from shaped.hf.prediction.families import read_config
     from shaped.hf.prediction.simulation import predict as run
-    from shaped.hf.prediction.simulation import read_tokens
+    from shaped.hf.prediction.simulation import prepare
 
     given = read_start(tokens)
     read = [read_config(path) for path in configs]
     for config in read:
-        describe_network(config, read_tokens(given)[0])  # refuses a config before the work on others
+        prepare(config, given)  # refuses a config before the work on others
     check_folder(out)
     began, progress = time.perf_counter(), False if as_json else None
     found = [run(config, given, samples=samples, seed=seed, device=device, threads=threads, progress=progress) for config in read]

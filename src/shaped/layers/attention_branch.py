@@ -119,9 +119,9 @@ class AttentionBranch(Branch):
         for first in range(0, len(L), few):
             part = slice(first, first + few)
             F_q, F_k, F_v = (F[part] for F in rows)
+            keys, values = self.keys(F_k, self.groups, stream), draw_root(F_v, self.groups, self.head_width, stream)
             for start in range(0, self.groups, groups):
-                B = bias[start : start + groups]
-                k, v = self.keys(F_k, len(B), stream), draw_root(F_v, len(B), self.head_width, stream)
+                B, k, v = bias[start : start + groups], keys[:, start : start + groups], values[:, start : start + groups]
                 for head in range(0, self.share, share):
                     near = B[:, :, head : head + share]
                     A, spread = self.attention(self.queries(F_q, len(B), near.shape[2], k.shape[-1], stream), k, near)
@@ -164,7 +164,7 @@ class AttentionBranch(Branch):
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         logits = logits.unflatten(2, q.shape[2:4])
         logarithm = torch.log_softmax(logits + bias, -1)
-        P = logarithm.exp()
+        P = logarithm.softmax(-1)  # exp is slow for -inf and for results that underflow
         logarithm.clamp_(min=-1e4)  # not -inf, which times 0 would be nan
         entropy = -torch.linalg.vecdot(P.flatten(1), logarithm.flatten(1))
         if self.gamma1 == self.gamma2 == 0.0:

@@ -43,10 +43,10 @@ class Weights:
     def rows(self, L: Covariance, n: int) -> Rows:
         r"""F with $F F^\top = \sigma^2 Y Y^\top + \sigma_b^2 11^\top$, for $Y Y^\top = n L L^\top$. $Y W + b$ has the law of F Z, Z normal.
 
-        The bias is one more feature, which is the same for all tokens.
+        The bias is one more feature, the first, which is the same for all tokens.
         """
         F = L * (self.std * math.sqrt(n))
-        return F if self.bias == 0.0 else torch.cat([F, torch.full_like(F[..., :1], self.bias)], -1)
+        return F if self.bias == 0.0 else torch.cat([torch.full_like(F[..., :1], self.bias), F], -1)
 
     def covariance(self, K: Covariance) -> Covariance:
         r"""$\sigma^2 K + \sigma_b^2 11^\top$: the covariance over the tokens of each feature of $Y W + b$, for $K = Y Y^\top$."""
@@ -121,6 +121,9 @@ class FeedForwardBranch(Branch):
         few = max(1, budget // (m * width))
         for first in range(0, batch, few):
             part = F[first : first + few]
+            if few == 1 and F.device.type == "cpu":
+                self.add_gram(K[first], part[0], width, stream)
+                continue
             for start in range(0, self.hidden, width):
                 shape = (len(part), k, min(width, self.hidden - start))
                 H = phi(part @ stream.normal(*shape))
@@ -128,6 +131,30 @@ class FeedForwardBranch(Branch):
                     H.mul_(part @ stream.normal(*shape))
                 K[first : first + few].baddbmm_(H, H.mT)
         return K
+
+    def add_gram(self, K: Float[Tensor, "m m"], F: Float[Tensor, "m k"], width: int, stream: Stream) -> None:
+        r"""K is 0 and becomes $H H^\top$ of one sample. A quarter of each product is left out: F is triangular, and K symmetric."""
+        m, k = F.shape
+        half, phi = m // 2, self.function
+        seen = k - m + half  # columns of F that the first half of the tokens sees
+        first, second = F[:half, :seen].T.contiguous(), F[half:].T.contiguous()
+        Z, G, U = F.new_empty(width, k), F.new_empty(width, m), F.new_empty(width, m)
+
+        def draw(out: Float[Tensor, "width m"]) -> Float[Tensor, "width m"]:
+            noise = stream.fill(Z[: len(out)])
+            torch.mm(noise[:, :seen], first, out=out[:, :half])
+            torch.mm(noise, second, out=out[:, half:])
+            return out
+
+        for start in range(0, self.hidden, width):
+            count = min(width, self.hidden - start)
+            H = phi(draw(G[:count]))
+            if self.gated:
+                H.mul_(draw(U[:count]))
+            one, other = H[:, :half], H[:, half:]
+            K[:half, :half].addmm_(one.T, one)
+            K[half:].addmm_(other.T, H)
+        K[:half, half:] = K[half:, :half].T
 
     def module(self, n: int, **draw: Any) -> nn.Module:
         inner, outer = ((weights.std, weights.bias) for weights in (self.inner, self.outer))

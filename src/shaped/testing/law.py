@@ -83,8 +83,8 @@ class MirroredStream(Stream):
 
     sign = -1.0
 
-    def normal(self, *shape: int) -> Tensor:
-        return self.sign * super().normal(*shape)
+    def fill(self, buffer: Tensor) -> Tensor:
+        return super().fill(buffer).mul_(self.sign)
 
     def bartlett(self, like: Tensor, size: int, degrees: int) -> Tensor:
         """As it is: turned together with what it multiplies, it would leave the logits' sign as it was."""

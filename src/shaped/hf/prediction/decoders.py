@@ -12,9 +12,11 @@ from shaped.hf.prediction.parts import (
     Block,
     Network,
     Sizes,
+    check_causal,
     gated_feedforward,
     make_projections,
     read_activation,
+    read_padding,
     read_positive,
     read_rope,
     read_whole,
@@ -28,6 +30,7 @@ from shaped.layers import AttentionBranch, FeedForwardBranch, Norm, ResidualBloc
 def describe_gpt2(config: PreTrainedConfig, m: int) -> Network:
     """Pre-LN. The last matrix of each branch starts smaller by sqrt(2 · depth)."""
     refuse(config, "add_cross_attention")
+    check_causal(config)
     sizes = Sizes.read(config)
     n, std, out = sizes.n, sizes.std, scale_depth(sizes.std, sizes.depth)
     norm = Norm("layer", eps=read_positive(config, "layer_norm_epsilon"))
@@ -47,6 +50,7 @@ def describe_gpt2(config: PreTrainedConfig, m: int) -> Network:
 
 def describe_gpt_neox(config: PreTrainedConfig, m: int) -> Network:
     """GPT-NeoX and Pythia: LayerNorms of one input, then attention and feed-forward side by side; a part of the features is rotated."""
+    check_causal(config)
     sizes = Sizes.read(config)
     weights, norm = Weights(sizes.std), Norm("layer", eps=read_positive(config, "layer_norm_eps"))
     rope, factor = read_rope(config, sizes.head_width)
@@ -111,6 +115,7 @@ def describe_rms_decoder(
     embedding_scale: float = 1.0,
 ) -> Network:
     """A decoder with RMSNorm, RoPE, grouped heads and a gated feed-forward layer. Biases start at 0."""
+    check_causal(config)
     sizes = Sizes.read(config)
     std = sizes.std
     head_width = sizes.head_width if getattr(config, "head_dim", None) is None else read_whole(config, "head_dim")
@@ -132,5 +137,5 @@ def describe_rms_decoder(
         return ResidualBlock(attention, **places), ResidualBlock(feedforward, **places)
 
     windows = [read_window(config, layer) if window == "by layer" else window for layer in range(sizes.depth)]
-    embedding = TextEmbedding(embedding_scale * std, read_whole(config, "vocab_size"), padding=getattr(config, "pad_token_id", None))
+    embedding = TextEmbedding(embedding_scale * std, read_whole(config, "vocab_size"), padding=read_padding(config))
     return Network(sizes.n, embedding, tuple(block(one) for one in windows))

@@ -113,7 +113,10 @@ class TextEmbedding(Embedding):
         if int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary:
             wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise ValueError(f"tokens must be ids from 0 to {self.vocabulary - 1}, as the config's vocab_size has it, got {wrong}")
-        return GaussianStart(self.covariance(ids))
+        V = self.covariance(ids)
+        if not V.any():
+            raise ValueError(f"tokens must not all be padding, whose embedding is 0, got {len(ids)} times {int(ids[0])}")
+        return GaussianStart(V)
 
     def _choose_ids(self, m: int) -> Ids:
         """The first ids that are not padding."""

@@ -15,9 +15,11 @@ from shaped.hf.prediction.parts import (
     Block,
     Network,
     Sizes,
+    check_causal,
     gated_feedforward,
     make_projections,
     read_activation,
+    read_padding,
     read_positive,
     read_rope,
     read_whole,
@@ -44,12 +46,14 @@ def describe_postln(config: PreTrainedConfig, taken: int) -> Network:
     sizes = Sizes.read(config)
     weights, norm = Weights(sizes.std), Norm("layer", eps=read_positive(config, "layer_norm_eps"))
     mask = "causal" if getattr(config, "is_decoder", False) else None
+    if mask is not None:
+        check_causal(config)
     attention = AttentionBranch(sizes.heads, sizes.head_width, **make_projections(sizes.std), mask=mask)
     feedforward = FeedForwardBranch(read_whole(config, "intermediate_size"), weights, weights, read_activation(config, "hidden_act"))
     embedding = TextEmbedding(
         sizes.std,
         read_whole(config, "vocab_size"),
-        padding=getattr(config, "pad_token_id", None),
+        padding=read_padding(config),
         positions=sizes.std,
         most=read_whole(config, "max_position_embeddings") - taken,
         types=sizes.std,
@@ -85,7 +89,7 @@ def describe_modernbert(config: PreTrainedConfig, m: int) -> Network:
         )
         return ResidualBlock(attention, norm=None if first else norm), feedforward
 
-    embedding = TextEmbedding(std, read_whole(config, "vocab_size"), padding=getattr(config, "pad_token_id", None), norm=norm)
+    embedding = TextEmbedding(std, read_whole(config, "vocab_size"), padding=read_padding(config), norm=norm)
     return Network(sizes.n, embedding, tuple(block(read_window(config, layer), layer == 0) for layer in range(sizes.depth)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def read_config(config: Any) -> PreTrainedConfig:
         made = kind.from_dict(entries)
     except Exception as error:  # transformers has several classes of errors for a field, some over many lines
         raise ValueError(f"{path} must be a config of {entries['model_type']}, got one that is not: {flatten(error)}") from None
-    made.name_or_path = str(config)
+    made.name_or_path = os.path.abspath(config)  # "." has a name too; links keep theirs
     return made
 
 

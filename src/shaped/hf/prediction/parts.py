@@ -82,6 +82,18 @@ def refuse(config: PreTrainedConfig, *names: str) -> None:
             raise ValueError(f"{name} must not be set for a prediction, which has no such part, got {getattr(config, name)!r}")
 
 
+def check_causal(config: PreTrainedConfig) -> None:
+    """Refuses a decoder whose causal mask is switched off: transformers then lets tokens see those after them."""
+    if not getattr(config, "is_causal", True):
+        raise ValueError(f"is_causal must be left out or true for a decoder, got {config.is_causal!r}")
+
+
+def read_padding(config: PreTrainedConfig) -> int | None:
+    """The id of padding, whose row of the embedding is 0. As in torch, -1 is the last id."""
+    given, vocabulary = getattr(config, "pad_token_id", None), read_whole(config, "vocab_size")
+    return None if given is None else whole_number("pad_token_id", given, -vocabulary, vocabulary - 1) % vocabulary
+
+
 def read_activation(config: PreTrainedConfig, name: str) -> str:
     given = getattr(config, name, None)
     if not isinstance(given, str) or given not in ACTIVATIONS:
@@ -121,6 +133,8 @@ def read_rope(config: PreTrainedConfig, head_width: int, layer_type: str | None 
         raise ValueError(f"rope_parameters must have a rope_type among {', '.join(ROPE_TYPES)}, got {kind!r}")
     base = positive("rope_theta", rope.get("rope_theta"))
     rotated = int(head_width * share)
+    if share == 1.0 and head_width % 2:
+        raise ValueError(f"head_dim must be even, as RoPE turns pairs of features, got {head_width}")
     if not 0 < rotated + rotated % 2 <= head_width or (share != 1.0 and config.model_type != "gpt_neox"):
         raise ValueError(f"partial_rotary_factor must be 1, or for GPT-NeoX give pairs of {head_width} features, got {share!r}")
     if kind == "default":

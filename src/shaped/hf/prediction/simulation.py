@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -60,9 +61,7 @@ def predict(
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
     threads = len(os.sched_getaffinity(0)) if threads is None else whole_number("threads", threads)
-    m, kind, given = read_tokens(tokens)
-    network = describe_network(read, m)
-    start = GivenStart(check_given(given, network.width)) if kind == "covariance" else network.embedding.choose_start(given)
+    m, kind, network, start = prepare(read, tokens)
     simulation = Simulation(network, start, m, kind != "covariance", seed, dtype, where)
     quantities = simulation.run(samples, threads, progress)
     info = {
@@ -80,6 +79,14 @@ def predict(
     return Prediction(**quantities, info=info)
 
 
+def prepare(config: PreTrainedConfig, tokens: Any) -> tuple[int, str, Network, Start]:
+    """The number of tokens, what they were given as, the network, and what enters it. Refuses what does not fit together."""
+    m, kind, given = read_tokens(tokens)
+    network = describe_network(config, m)
+    start = GivenStart(check_given(given, network.width)) if kind == "covariance" else network.embedding.choose_start(given)
+    return m, kind, network, start
+
+
 def name_model(config: PreTrainedConfig) -> str:
     """The last part of the path that the config came from, or its family."""
     name = str(getattr(config, "name_or_path", "") or "").rstrip("/").removesuffix("/config.json").rsplit("/", 1)[-1]
@@ -88,7 +95,7 @@ def name_model(config: PreTrainedConfig) -> str:
 
 def read_tokens(tokens: Any) -> tuple[int, str, Any]:
     """The number of tokens, what they were given as ("number", "ids", "covariance"), and the number, ids or covariance itself."""
-    if isinstance(tokens, int):
+    if isinstance(tokens, int | np.integer):
         m = whole_number("tokens", tokens, least=2)
         return m, "number", m
     array = as_tensor("tokens", tokens).detach().cpu()
@@ -105,6 +112,8 @@ def read_tokens(tokens: Any) -> tuple[int, str, Any]:
 
 
 def check_given(V: Tensor, n: int) -> Tensor:
+    if not V.any():
+        raise ValueError("tokens must be a covariance of tokens that are not all 0, got one of zeros")
     if len(V) > n:
         raise ValueError(f"tokens must be a covariance of at most {n} tokens, the model's width, got {len(V)}")
     return V
@@ -185,7 +194,10 @@ class Simulation:
 
 def measure(state: Tensor | Point) -> dict[str, Tensor]:
     """rho, length and effective rank of each sample's residual stream, [batch] each."""
-    V = (state.V if isinstance(state, Point) else gram(state)).double().cpu()
+    V = state.V if isinstance(state, Point) else gram(state)
+    if not V.isfinite().all():
+        raise ValueError(f"dtype must hold the numbers of the residual stream, got {V.dtype} and a covariance that is not finite")
+    V = V.double().cpu()
     m = V.shape[-1]
     pairs = ~torch.eye(m, dtype=torch.bool)
     return {
