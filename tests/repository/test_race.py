@@ -77,3 +77,10 @@ def test_the_preset_is_the_best_arm(race: ModuleType):
     assert min(losses, key=losses.__getitem__).startswith("recover-qk-")
     tuned = race.tune("recover-qk", lambda name, settings: race.find_loss(known, name, race.TUNING | settings))
     assert tuned == pytest.approx(PRESETS["best"])
+
+
+def test_the_page_has_the_tables_of_the_results(race: ModuleType):
+    page = {line.replace(" ", "") for line in (ROOT / "docs" / "race.md").read_text(encoding="utf-8").splitlines()}
+    tables = [line.replace(" ", "") for line in race.make_tables(race.read_known()).splitlines() if line]
+    assert len(tables) > 10
+    assert set(tables) <= page
