@@ -6,11 +6,15 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+
+StreamState = tuple[Any, Tensor]
 
 
 class Normals(ABC):
@@ -113,6 +117,15 @@ class Stream(Normals):
         if self._device.type == "cpu" and self._dtype == torch.float64:
             return torch.from_numpy(self._numpy.standard_normal(shape))
         return torch.randn(shape, generator=self._torch, dtype=self._dtype, device=self._device)
+
+    def save_state(self) -> StreamState:
+        """Where the stream is. Its fork has no part in it."""
+        return self._numpy.bit_generator.state, self._torch.get_state()
+
+    def rewind(self, state: StreamState) -> None:
+        """Back to a saved state: the same numbers follow again."""
+        self._numpy.bit_generator.state = state[0]
+        self._torch.set_state(state[1])
 
     @property
     def generator(self) -> torch.Generator:

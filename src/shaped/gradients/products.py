@@ -1,0 +1,124 @@
+r"""Products with Gaussian matrices that are never drawn, forward and backward, exactly in law.
+
+The rows of X span a space with an orthonormal basis O: $X = F O$. A matrix W of standard normals is, in any such basis,
+
+$$W = O^\top G + (I - O^\top O)\,G',$$
+
+with independent standard normals G, [r, k], and G', [n, k]. Forward, $X W = F G$ needs G alone. All that follows depends on W through
+this product, so G' stays independent of it. Backward, the gradient D of the product is multiplied by the transposed matrix,
+
+$$D W^\top = (D G^\top)\,O + (D G'^\top)(I - O^\top O),$$
+
+and $D G'^\top$ has, given D, the law of $C H$ with $C C^\top = D D^\top$ and m x n normals H. Where tokens coincide, F is singular. The basis
+O then has directions that no token has, which changes nothing.
+
+Several matrices may multiply the same X: the first terms add up, and so do the covariances $D D^\top$. So H is drawn once for each X.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shaped.covariance import factor
+from shaped.randomness import Stream
+
+Tokens = Float[Tensor, "batch m n"]
+
+
+class Products:
+    """The products of a pass through a network, and what its way back finds out about each matrix.
+
+    With `independent` the way back has new matrices, $C H$ alone: the usual assumption, which is wrong.
+    """
+
+    def __init__(self, forward: Stream, backward: Stream, independent: bool = False):
+        self.forward, self.backward, self.independent = forward, backward, independent
+        self.squares: dict[str, Float[Tensor, " batch"]] = {}
+        """By matrix, the squared norms of the gradients with respect to it."""
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def multiply(self, X: Tokens, name: str, columns: int) -> Float[Tensor, "batch m {columns}"]:
+        """X W for a new matrix W of standard normals."""
+        if self._last is None or self._last[0] is not X:
+            ticket, F = Basis.apply(X, self)  # pyright: ignore[reportGeneralTypeIssues]
+            self._last = X, ticket, F
+        _, ticket, F = self._last
+        return Product.apply(ticket, F, self.forward.normal(len(X), F.shape[-1], columns), name, self)  # pyright: ignore[reportReturnType]
+
+    def forget(self) -> None:
+        """Forgets the last X. No later product has it."""
+        self._last = None
+
+
+class Basis(torch.autograd.Function):
+    """X to (ticket, F). The ticket is zero; on the way back it carries [D Gᵀ, D Dᵀ], summed over the products of X."""
+
+    @staticmethod
+    def forward(ctx: Any, X: Tokens, products: Products) -> tuple[Tensor, Tensor]:
+        F, O = find_basis(X)
+        ctx.products = products
+        ctx.save_for_backward(O)
+        ctx.mark_non_differentiable(F)
+        return X.new_zeros(*F.shape[:-1], F.shape[-1] + X.shape[-2]), F
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, carried: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+        (O,), products = ctx.saved_tensors, ctx.products
+        along, covariance = carried.split([O.shape[-2], carried.shape[-2]], -1)
+        C = factor(covariance.contiguous()).contiguous()
+        if products.independent:
+            return C @ products.backward.normal(len(C), C.shape[-1], O.shape[-1]), None
+        if O.shape[-2] == O.shape[-1]:  # X determines the matrices
+            return along @ O, None
+        H = products.backward.normal(len(C), C.shape[-1], O.shape[-1])
+        return torch.baddbmm(C @ H, along - C @ (H @ O.mT), O), None
+
+
+class Product(torch.autograd.Function):
+    """F G, the product of F's tokens with a matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, F: Tensor, G: Tensor, name: str, products: Products) -> Tensor:
+        ctx.name, ctx.products = name, products
+        ctx.save_for_backward(F, G)
+        return F @ G
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, D: Tensor) -> tuple[Tensor, None, None, None, None]:
+        F, G = ctx.saved_tensors
+        # The norm of Xᵀ D = Oᵀ Fᵀ D. The trace of X Xᵀ D Dᵀ would lose half of the digits where the tokens are alike.
+        ctx.products.squares[ctx.name] = (F.mT @ D).square().sum((-2, -1))
+        return torch.cat([D @ G.mT, D @ D.mT], -1), None, None, None, None
+
+
+def find_basis(X: Tokens) -> tuple[Float[Tensor, "batch m r"], Float[Tensor, "batch r n"]]:
+    """F and O with X = F O and orthonormal rows of O; r is the smaller one of m and n.
+
+    From Cholesky's factor of X Xᵀ, and by Householder's reflections for those samples whose tokens are almost linearly dependent.
+    """
+    if X.shape[-2] > X.shape[-1]:
+        return find_basis_by_reflections(X)
+    K = X @ X.mT
+    F, info = torch.linalg.cholesky_ex(K)
+    least = torch.finfo(X.dtype).eps ** (1 / 3)  # then O is orthonormal up to eps^(2/3)
+    alike = (info > 0) | ~(F.diagonal(dim1=-2, dim2=-1).square() > least * K.diagonal(dim1=-2, dim2=-1)).all(-1)
+    eye = torch.eye(X.shape[-2], dtype=X.dtype, device=X.device)
+    if not alike.any():
+        return F, torch.linalg.solve_triangular(F, eye, upper=False) @ X
+    F[alike] = eye
+    O = torch.linalg.solve_triangular(F, eye, upper=False) @ X
+    F[alike], O[alike] = find_basis_by_reflections(X[alike])
+    return F, O
+
+
+def find_basis_by_reflections(X: Tokens) -> tuple[Tensor, Tensor]:
+    """The same for any X, also of zeros."""
+    Q, R = torch.linalg.qr(X.mT)
+    return R.mT, Q.mT
