@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from shaped import engine
 from shaped.covariance import gram
 from shaped.gradients.network import WeightlessLayer
-from shaped.gradients.products import Products
+from shaped.gradients.products import Products, draw_normals
 from shaped.layers.base import Layer, Sizes
 from shaped.randomness import Stream
 
@@ -84,7 +85,7 @@ class Networks:
     def find_loss(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """The losses, and their gradients with respect to the last tokens: 0 for a network that stopped."""
         X = X.detach().requires_grad_()
-        outputs = self.products.multiply(X, "readout", self.job.outputs) / math.sqrt(self.job.sizes.n)
+        outputs = self.products.multiply(X, "readout", partial(draw_normals, columns=self.job.outputs)) / math.sqrt(self.job.sizes.n)
         self.products.forget()
         loss, running = check_loss(self.job.loss(outputs), outputs), self.is_running(self.job.d)
         if not loss[running].isfinite().all():

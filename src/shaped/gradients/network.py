@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shaped.gradients.products import Products, Tokens
+from shaped.gradients.products import Draw, Products, Tokens, draw_normals, draw_pair
 from shaped.layers.base import Layer, Sizes
+from shaped.nn.networks import RandomAttention
+from shaped.randomness import Stream
 
 LEFT_OUT = ("branch", "branches", "weight")
 """Parts of a parameter's path that tell a reader nothing."""
@@ -42,6 +45,9 @@ class WeightlessLayer:
                 self._vectors.append((owner, attribute, name, weight.shape[1]))
             else:
                 setattr(owner, attribute, DrawnMatrix(self, name, *weight.shape))
+        for attention in module.modules():
+            if isinstance(attention, RandomAttention) and attention.has_plain_logits:
+                join_draws(attention)
         self.module = module.to(like.device)
 
     def run(self, X: Tokens, products: Products) -> tuple[Tokens, dict[str, Tensor]]:
@@ -60,14 +66,15 @@ class WeightlessLayer:
             products.forget()
         return Y, vectors
 
-    def multiply(self, X: Tensor, name: str, rows: int, columns: int) -> Tensor:
+    def multiply(self, X: Tensor, matrix: DrawnMatrix) -> Tensor:
+        name, rows = matrix.name, matrix.shape[0]
         if name in self._used:
             raise ValueError(f"layer must use each matrix once, got {self.layer!r}, which uses {name} twice")
         if X.ndim != 3 or X.shape[-1] != rows:
             raise ValueError(f"layer must multiply {name} by tokens [batch, m, {rows}], got {self.layer!r} and shape {tuple(X.shape)}")
         assert self.products is not None
         self._used.add(name)
-        return self.products.multiply(X, name, columns)
+        return self.products.multiply(X, name, matrix.draw)
 
     def count_bytes(self, X: Tokens, products: Products) -> int:
         """What the way back through this layer needs to keep, for these tokens."""
@@ -89,10 +96,26 @@ class DrawnMatrix:
     """Stands for a matrix of standard normals in `x @ W`."""
 
     def __init__(self, layer: WeightlessLayer, name: str, rows: int, columns: int):
-        self._layer, self._name, self.shape = layer, name, torch.Size((rows, columns))
+        self._layer, self.name, self.shape = layer, name, torch.Size((rows, columns))
+        self.draw: Draw = partial(draw_normals, columns=columns)
 
     def __rmatmul__(self, X: Tensor) -> Tensor:
-        return self._layer.multiply(X, self._name, *self.shape)
+        return self._layer.multiply(X, self)
+
+
+def join_draws(attention: RandomAttention) -> None:
+    """Lets the two matrices be drawn together, in fewer columns. The query is the first one that the module multiplies."""
+    query, key = cast(Any, attention.query), cast(Any, attention.key)
+    if not (isinstance(query, DrawnMatrix) and isinstance(key, DrawnMatrix)):
+        return  # tokens of one feature
+    other: list[Tensor] = []
+
+    def draw_query(stream: Stream, F: Tensor) -> Tensor:
+        mine, its = draw_pair(stream, F, attention.heads, query.shape[1] // attention.heads)
+        other[:] = [its]
+        return mine
+
+    query.draw, key.draw = draw_query, lambda stream, F: other.pop()
 
 
 class Unmade(TorchFunctionMode):

@@ -13,10 +13,14 @@ and $D G'^\top$ has, given D, the law of $C H$ with $C C^\top = D D^\top$ and m 
 O then has directions that no token has, which changes nothing.
 
 Several matrices may multiply the same X: the first terms add up, and so do the covariances $D D^\top$. So H is drawn once for each X.
+
+Of queries and keys often only inner products count. Then their G, one above the other, may be rotated together: Bartlett's triangle of
+2r columns has the law of 2r x n_k normals up to a rotation (`draw_pair`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +32,8 @@ from shaped.covariance import factor
 from shaped.randomness import Stream
 
 Tokens = Float[Tensor, "batch m n"]
+Normals = Float[Tensor, "batch r k"]
+Draw = Callable[[Stream, Float[Tensor, "batch m r"]], Normals]
 
 
 class Products:
@@ -42,13 +48,13 @@ class Products:
         """By matrix, the squared norms of the gradients with respect to it."""
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def multiply(self, X: Tokens, name: str, columns: int) -> Float[Tensor, "batch m {columns}"]:
-        """X W for a new matrix W of standard normals."""
+    def multiply(self, X: Tokens, name: str, draw: Draw) -> Float[Tensor, "batch m k"]:
+        """X W for a new matrix W of standard normals, of which `draw` draws G."""
         if self._last is None or self._last[0] is not X:
             ticket, F = Basis.apply(X, self)  # pyright: ignore[reportGeneralTypeIssues]
             self._last = X, ticket, F
         _, ticket, F = self._last
-        return Product.apply(ticket, F, self.forward.normal(len(X), F.shape[-1], columns), name, self)  # pyright: ignore[reportReturnType]
+        return Product.apply(ticket, F, draw(self.forward, F), name, self)  # pyright: ignore[reportReturnType]
 
     def forget(self) -> None:
         """Forgets the last X. No later product has it."""
@@ -122,3 +128,16 @@ def find_basis_by_reflections(X: Tokens) -> tuple[Tensor, Tensor]:
     """The same for any X, also of zeros."""
     Q, R = torch.linalg.qr(X.mT)
     return R.mT, Q.mT
+
+
+def draw_normals(stream: Stream, F: Float[Tensor, "batch m r"], columns: int) -> Normals:
+    """G for a matrix of so many columns."""
+    return stream.normal(len(F), F.shape[-1], columns)
+
+
+def draw_pair(stream: Stream, F: Float[Tensor, "batch m r"], heads: int, width: int) -> tuple[Normals, Normals]:
+    """G for queries and for keys of which only the inner products within each head count: min(2r, width) columns a head."""
+    batch, _, r = F.shape
+    T = stream.bartlett(F.new_empty(batch * heads, 1, 1), 2 * r, width).unflatten(0, (batch, heads))
+    query, key = T.transpose(1, 2).flatten(2).split(r, 1)
+    return query.contiguous(), key.contiguous()

@@ -47,6 +47,11 @@ class RandomAttention(nn.Module):
         self.value = draw_weights(n, n, **draw)
         self.output = draw_weights(n, n, **draw) if project else None
 
+    @property
+    def has_plain_logits(self) -> bool:
+        """Do queries and keys enter by their inner products alone? A norm or rotary positions look at more."""
+        return not self.qk_norm and self.frequencies is None
+
     def forward(self, x: X) -> X:
         scale = 1.0 / math.sqrt(x.shape[-1])
         query, key, value = (
