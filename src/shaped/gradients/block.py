@@ -64,6 +64,7 @@ class Networks:
         self.shown = job.V0
         self.end = torch.where(job.bounds.crossed(job.V0), 0, job.d + 1)
         """The layer after which each network stopped; d + 1 if none."""
+        self.running = int(self.is_running(0).sum())
 
     def run_layer(self, number: int, X: Tensor, watch: bool) -> tuple[Pass, Tensor]:
         """Through layer `number`, and the tokens for the next one. The first time (`watch`) networks may stop."""
@@ -71,12 +72,19 @@ class Networks:
         Y, drawn = self.layer.run(X, self.products)
         after = Y.detach()
         if watch:
-            V = gram(after)
-            crossed = self.job.bounds.crossed(V)
-            self.shown = torch.where((self.is_running(number) & V.isfinite().all(-1).all(-1))[:, None, None], V, self.shown)
-            self.end = torch.where(crossed & self.is_running(number), number, self.end)
-        running = self.is_running(number)
-        return (X, Y, drawn), after if running.all() else torch.where(running[:, None, None], after, self.start)
+            self.stop(number, gram(after))
+        return (X, Y, drawn), after if self.running == len(X) else torch.where(self.is_running(number)[:, None, None], after, self.start)
+
+    def stop(self, number: int, V: Float[Tensor, "batch m m"]) -> None:
+        """Stops the networks whose covariance V after layer `number` is out of range."""
+        crossed = self.job.bounds.crossed(V)
+        if self.running == len(V) and not crossed.any():
+            self.shown = V
+            return
+        before = self.is_running(number)
+        self.shown = torch.where((before & V.isfinite().all(-1).all(-1))[:, None, None], V, self.shown)
+        self.end = torch.where(before & crossed, number, self.end)
+        self.running = int(self.is_running(number).sum())
 
     def is_running(self, number: int) -> Tensor:
         """After layer `number`."""

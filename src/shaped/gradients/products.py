@@ -78,12 +78,10 @@ class Basis(torch.autograd.Function):
         (O,), products = ctx.saved_tensors, ctx.products
         along, covariance = carried.split([O.shape[-2], carried.shape[-2]], -1)
         C = factor(covariance.contiguous()).contiguous()
-        if products.independent:
-            return C @ products.backward.normal(len(C), C.shape[-1], O.shape[-1]), None
-        if O.shape[-2] == O.shape[-1]:  # X determines the matrices
+        if O.shape[-2] == O.shape[-1] and not products.independent:  # X determines the matrices
             return along @ O, None
-        H = products.backward.normal(len(C), C.shape[-1], O.shape[-1])
-        return torch.baddbmm(C @ H, along - C @ (H @ O.mT), O), None
+        fresh = C @ products.backward.normal(len(C), C.shape[-1], O.shape[-1])
+        return fresh if products.independent else torch.baddbmm(fresh, along - fresh @ O.mT, O), None
 
 
 class Product(torch.autograd.Function):

@@ -20,7 +20,7 @@ from shaped.gradients.result import Gradients
 from shaped.layers.base import Layer, Sizes, check_layer
 from shaped.randomness import Stream
 
-MEMORY = {"cpu": 2**29, "cuda": 2**33}
+MEMORY = {"cpu": 2**30, "cuda": 2**33}
 """Bytes that a block of networks keeps for its way back, about."""
 MOST = 2**12
 """Networks in a block."""
