@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-
 StreamState = tuple[Any, Tensor]
 
 

@@ -23,7 +23,7 @@ from shaped.testing.stats import KS_AT_Z, assert_same_moments, generator, seed
 OUTPUTS = 5
 UNSHAPED: dict[str, Any] = {"identity": False, "centre": False, "temperature": False}
 RMS, LN = Norm("rms", eps=1e-3), Norm("layer")
-SMALL, BIASED = Weights(0.2), Weights(0.2, 0.3)
+SMALL, BIASED = Weights(0.2), Weights(0.2, 1.0)
 
 
 def make_blocks(attention: Weights, feedforward: Weights, norm: Norm, gated: bool, **options: Any) -> shaped.Layer:
@@ -32,13 +32,14 @@ def make_blocks(attention: Weights, feedforward: Weights, norm: Norm, gated: boo
     return ResidualBlock(first, norm=norm) >> ResidualBlock(second, norm=norm)
 
 
+# Leaky, because a ReLU may switch off all hidden features of a token, and the logarithm of a zero gradient is no number.
 LAYERS: dict[str, shaped.Layer] = {
     "shaped": shaped.ShapedAttention(0.6, 0.3) >> shaped.ShapedFeedForward(0.6, 1.0, -1.0),
     "heads, projected, causal": shaped.ShapedAttention(0.6, 0.3, heads=2, project=True, mask="causal"),
     "QK-norm, heads": shaped.ShapedAttention(0.6, 0.3, heads=2, qk_norm=True),
     "RoPE": shaped.ShapedAttention(0.6, 0.3, rope=100.0),
-    "unshaped": shaped.ShapedAttention(0.6, **UNSHAPED) >> shaped.ReLUFeedForward(0.6),
-    "Pre-LN": shaped.PreLN(shaped.ShapedAttention(1.0, lam=1.0, **UNSHAPED)) >> shaped.PreLN(shaped.ReLUFeedForward(1.0, lam=1.0)),
+    "unshaped": shaped.ShapedAttention(0.6, **UNSHAPED) >> shaped.ReLUFeedForward(0.6, 0.1),
+    "Pre-LN": shaped.PreLN(shaped.ShapedAttention(1.0, lam=1.0, **UNSHAPED)) >> shaped.PreLN(shaped.ReLUFeedForward(1.0, 0.1, lam=1.0)),
     "Post-LN": shaped.PostLN(shaped.ShapedAttention(1.0, lam=1.0, heads=2, **UNSHAPED)),
     "perceptron": shaped.ShapedPerceptron(1.2, -1.2),
     "Llama": make_blocks(SMALL, SMALL, RMS, gated=True, key_heads=2, rope=100.0),
@@ -146,7 +147,9 @@ def main() -> None:
                     for independent in (False, True)
                 )
                 distances = [max(find_distances(explicit, law).values()) for law in (exact, wrong)]
-                print(f"n = {n}, m = {m}, {name}: largest distance {distances[0]:.4f}, of independent matrices {distances[1]:.4f}", flush=True)
+                print(
+                    f"n = {n}, m = {m}, {name}: largest distance {distances[0]:.4f}, of independent matrices {distances[1]:.4f}", flush=True
+                )
                 assert_one_law(explicit, exact)
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import shaped
 from shaped import engine
 from shaped.gradients import block, simulation
-from shaped.gradients.products import Products, draw_normals, find_basis
+from shaped.gradients.products import Products, draw_normals, draw_pair, find_basis, find_root
 from shaped.layers import Layer, Sizes
 from shaped.randomness import Stream
-from shaped.testing.stats import assert_covariance, assert_mean, assert_rejected, generator, seed
+from shaped.testing.stats import assert_covariance, assert_mean, assert_rejected, assert_same_moments, generator, seed
 
 CPU = torch.device("cpu")
 ATTENTION = LAYERS["heads, projected, causal"]
@@ -108,8 +108,40 @@ def test_the_rest_of_the_matrix_is_fresh():
     assert_mean((rows[:, :, None] * Z.flatten(1)[:, None]).flatten(1), 0.0)
 
 
-def test_layers_that_are_run_again_change_no_bit():
-    how = (LAYERS["GPT-2, biases"] >> ATTENTION, Sizes(16), 7, 2, squared_error, V0.expand(4, 3, 3), engine.Bounds(None, None), False)
+@pytest.mark.parametrize("outputs", [1, 5, 9])
+def test_gradients_of_any_rank_have_a_root(outputs):
+    """Eight tokens of very different gradients; one has none."""
+    D = draw(2000, 8, outputs, number=50) * 10.0 ** -torch.arange(8.0, dtype=torch.float64)[:, None]
+    D[:, 3] = 0.0
+    K = D @ D.mT
+    C = find_root(K)
+    size = D.norm(dim=-1, keepdim=True)
+    assert ((C @ C.mT - K).abs() <= 1e-12 * size * size.mT).all()
+
+
+def test_queries_and_keys_have_the_inner_products_of_normals():
+    """Three heads of width 8, and of width 3, which is less than two tokens need."""
+    stream, F = Stream(seed(49), 0, dtype=torch.float64, device=CPU), torch.zeros(40_000, 2, 2, dtype=torch.float64)
+    for width in (8, 3):
+        normals = (stream.normal(40_000, 2, 3 * width) for _ in range(2))
+        drawn, expected = (
+            torch.cat(
+                [
+                    (one.unflatten(-1, (3, -1)).transpose(1, 2) @ two.unflatten(-1, (3, -1)).permute(0, 2, 3, 1)).flatten(1)
+                    for one, two in pairs
+                ],
+                1,
+            )
+            for query, key in (draw_pair(stream, F, 3, width), normals)
+            for pairs in [((query, key), (query, query), (key, key))]
+        )
+        assert_same_moments(drawn, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layers_that_are_run_again_change_no_bit(dtype):
+    start = V0.to(dtype).expand(4, 3, 3)
+    how = (LAYERS["GPT-2, biases"] >> ATTENTION, Sizes(16), 7, 2, squared_error, start, engine.Bounds(None, None), False)
     whole, *others = (block.run_block(block.Job(*how, segment=segment, seed=0, block=0)) for segment in (7, 3, 1))
     for other in others:
         assert all(torch.equal(one, two) for one, two in zip(whole, other, strict=True))
@@ -129,7 +161,7 @@ def test_blocks_may_run_anywhere(monkeypatch):
     assert repr(here) == (
         "Gradients(3 layers, 6 samples, weights query, key, value, output, 0 stopped, n=8, d=3, outputs=2, independent=False, seed=0)"
     )
-    with pytest.raises(ValueError, match="name must be one of 'query', .*, got 'first'"):
+    with pytest.raises(ValueError, match=r"name must be one of 'query', .*, got 'first'"):
         here.per_entry("first")
 
 
@@ -152,6 +184,18 @@ def test_a_network_that_leaves_the_range_has_no_gradients():
         assert torch.equal(values.isnan().all(0), stopped)
         assert values[:, ~stopped].isfinite().all()
     assert torch.equal(torch.linalg.eigvalsh(gradients.V)[:, -1] > 12.0, stopped)
+
+
+def finite_error(outputs: Tensor) -> Tensor:
+    assert outputs.isfinite().all()
+    return squared_error(outputs)
+
+
+def test_the_loss_sees_no_network_that_left_the_float_range():
+    huge = shaped.ResidualBlock(shaped.FeedForwardBranch(4, shaped.Weights(1e9), shaped.Weights(1e9)))
+    gradients = shaped.backpropagate(huge, V0, **OPTIONS | {"d": 24, "loss": finite_error})
+    assert (gradients.stopped < 1.0).all()
+    assert gradients.V.isfinite().all()
 
 
 def test_chains_name_the_matrices_that_are_not_unique():

@@ -91,7 +91,7 @@ class Networks:
         return self.end > number
 
     def find_loss(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses, and their gradients with respect to the last tokens: 0 for a network that stopped."""
+        """The losses, and their gradients with respect to the last tokens."""
         X = X.detach().requires_grad_()
         outputs = self.products.multiply(X, "readout", partial(draw_normals, columns=self.job.outputs)) / math.sqrt(self.job.sizes.n)
         self.products.forget()
@@ -100,7 +100,7 @@ class Networks:
             raise ValueError(f"loss must be finite, got {loss[running & ~loss.isfinite()][0].item()}")
         (D,) = torch.autograd.grad(loss.sum(), X)
         self.products.squares.clear()
-        return loss.detach(), torch.where(running[:, None, None], D, 0.0)
+        return loss.detach(), D
 
     def go_back(self, through: Pass, D: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradient with respect to the tokens that entered, and the squared norms of those with respect to the weights."""

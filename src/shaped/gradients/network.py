@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -38,7 +37,9 @@ class WeightlessLayer:
             attribute = path.rpartition(".")[2]
             weight = getattr(owner, attribute)
             if weight.ndim != 2 or weight.stride() != (0, 0):
-                raise ValueError(f"layer must draw its weights as matrices of torch.randn, and scale their products, got {path} of {layer!r}")
+                raise ValueError(
+                    f"layer must draw its weights as matrices of torch.randn, and scale their products, got {path} of {layer!r}"
+                )
             self.entries[name] = weight.numel()
             delattr(owner, attribute)
             if weight.shape[0] == 1:

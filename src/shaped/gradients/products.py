@@ -9,8 +9,8 @@ this product, so G' stays independent of it. Backward, the gradient D of the pro
 
 $$D W^\top = (D G^\top)\,O + (D G'^\top)(I - O^\top O),$$
 
-and $D G'^\top$ has, given D, the law of $C H$ with $C C^\top = D D^\top$ and m x n normals H. Where tokens coincide, F is singular. The basis
-O then has directions that no token has, which changes nothing.
+and $D G'^\top$ has, given D, the law of $C H$ with $C C^\top = D D^\top$ and m x n normals H. Where tokens coincide, F is singular, and
+O has directions that no token has. This changes nothing: W is the same in any basis.
 
 Several matrices may multiply the same X: the first terms add up, and so do the covariances $D D^\top$. So H is drawn once for each X.
 
@@ -24,11 +24,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shaped.covariance import factor
+from shaped.covariance import Matrix, eigen_factor
 from shaped.randomness import Stream
 
 Tokens = Float[Tensor, "batch m n"]
@@ -77,7 +77,7 @@ class Basis(torch.autograd.Function):
     def backward(ctx: Any, carried: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
         (O,), products = ctx.saved_tensors, ctx.products
         along, covariance = carried.split([O.shape[-2], carried.shape[-2]], -1)
-        C = factor(covariance.contiguous()).contiguous()
+        C = find_root(covariance)
         if O.shape[-2] == O.shape[-1] and not products.independent:  # X determines the matrices
             return along @ O, None
         fresh = C @ products.backward.normal(len(C), C.shape[-1], O.shape[-1])
@@ -109,10 +109,7 @@ def find_basis(X: Tokens) -> tuple[Float[Tensor, "batch m r"], Float[Tensor, "ba
     """
     if X.shape[-2] > X.shape[-1]:
         return find_basis_by_reflections(X)
-    K = X @ X.mT
-    F, info = torch.linalg.cholesky_ex(K)
-    least = torch.finfo(X.dtype).eps ** (1 / 3)  # then O is orthonormal up to eps^(2/3)
-    alike = (info > 0) | ~(F.diagonal(dim1=-2, dim2=-1).square() > least * K.diagonal(dim1=-2, dim2=-1)).all(-1)
+    F, alike = try_cholesky(X @ X.mT)
     eye = torch.eye(X.shape[-2], dtype=X.dtype, device=X.device)
     if not alike.any():
         return F, torch.linalg.solve_triangular(F, eye, upper=False) @ X
@@ -126,6 +123,23 @@ def find_basis_by_reflections(X: Tokens) -> tuple[Tensor, Tensor]:
     """The same for any X, also of zeros."""
     Q, R = torch.linalg.qr(X.mT)
     return R.mT, Q.mT
+
+
+def find_root(K: Float[Tensor, "batch m m"]) -> Float[Tensor, "batch m m"]:
+    """C with C Cᵀ = K, for a K of any rank: a loss of few outputs has gradients D of low rank, which Cholesky's factor does not survive."""
+    C, alike = try_cholesky(K)
+    if alike.any():
+        length = K[alike].diagonal(dim1=-2, dim2=-1).sqrt()[..., None]
+        inverse = torch.where(length > 0.0, 1.0 / length, 0.0)
+        C[alike] = length * eigen_factor(K[alike] * inverse * inverse.mT)
+    return C
+
+
+def try_cholesky(K: Matrix) -> tuple[Matrix, Bool[Tensor, "*batch"]]:
+    """Cholesky's factor, and where it is not to be used, because rows are almost linearly dependent."""
+    L, info = torch.linalg.cholesky_ex(K)
+    least = torch.finfo(K.dtype).eps ** (1 / 3)  # then rows divided by L are orthonormal up to eps^(2/3)
+    return L, (info > 0) | ~(L.diagonal(dim1=-2, dim2=-1).square() > least * K.diagonal(dim1=-2, dim2=-1)).all(-1)
 
 
 def draw_normals(stream: Stream, F: Float[Tensor, "batch m r"], columns: int) -> Normals:

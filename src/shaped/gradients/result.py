@@ -18,12 +18,12 @@ class Gradients:
     tokens: Float[Tensor, "time sample"]
     """With respect to the tokens that enter each layer, and those that leave the last one."""
     weights: dict[str, Float[Tensor, "layer sample"]]
-    """With respect to each matrix of a layer. Its entries are standard normals, as in `layer.module(n)`: they are scaled after the product."""
+    """With respect to each matrix of a layer. Its entries are standard normals, as in `layer.module(n)`: the product is scaled."""
     entries: dict[str, int]
     """The number of entries of each matrix."""
     loss: Float[Tensor, " sample"]
     V: Float[Tensor, "sample m m"]
-    """Covariance of the tokens that leave the last layer; where a network stopped, of its last tokens in range."""
+    """Covariance of the tokens that leave the last layer; where a network stopped, that of its last finite tokens."""
     stopped: Float[Tensor, " sample"]
     """Time at which a network's tokens left the range; inf where they never did."""
     info: dict[str, Any] = field(default_factory=dict)
@@ -37,4 +37,6 @@ class Gradients:
     def __repr__(self) -> str:
         facts = ", ".join(f"{key}={value!r}" for key, value in self.info.items())
         stopped = int(self.stopped.isfinite().sum())
-        return f"Gradients({len(self.t) - 1} layers, {len(self.loss)} samples, weights {', '.join(self.weights)}, {stopped} stopped, {facts})"
+        return (
+            f"Gradients({len(self.t) - 1} layers, {len(self.loss)} samples, weights {', '.join(self.weights)}, {stopped} stopped, {facts})"
+        )
