@@ -51,9 +51,35 @@ def test_tokens_that_are_alike_have_autograds_law():
     assert_one_law(explicit, simulate(layer, V0, 16, 3, squared_error, 6000, 35))
 
 
-def draw_product(X: Tensor, D: Tensor, number: int, **options: Any) -> tuple[Tensor, Tensor, Products]:
+def test_one_token_follows_the_limit():
+    """dR = κ(c²/V - R) ds + sqrt(2κ) R dB backward in time, given V and c (docs/gradients.md). Independent matrices lack the drift."""
+    gamma, T, steps, k, n, count = 0.6, 0.5, 100, 5, 64, 6000
+    kappa, h = gamma**2 * (2 - gamma**2), T / steps
+    normals = draw(2 * steps, count, number=51) * math.sqrt(2 * kappa * h) - kappa * h
+    V = torch.cat([torch.ones(1, count, dtype=torch.float64), normals[:steps].cumsum(0).exp()])
+    R = c = V[-1] * draw(count, k, number=52).square().sum(-1)  # of the squared error of k outputs, for targets 0
+    for step in range(steps, 0, -1):
+        R = (normals[steps + step - 1] - kappa * h).exp() * (R + kappa * h * c**2 / V[step])
+    layer, one = shaped.ShapedAttention(gamma), torch.ones(1, 1)
+    how: dict[str, Any] = {"n": n, "d": int(T * n), "outputs": k, "loss": halved_square, "samples": count, "seed": seed(53)}
+    for independent in (False, True):
+        found = shaped.backpropagate(layer, one, **how, independent=independent)
+        drawn = torch.stack([found.tokens[0].log(), found.loss.log(), found.V[:, 0, 0].log()], -1)
+        limit = torch.stack([R.log(), (c / 2).log(), V[-1].log()], -1)
+        if independent:
+            assert_rejected(lambda drawn=drawn, limit=limit: assert_same_moments(drawn, limit))
+        else:
+            assert_same_moments(drawn, limit)
+
+
+def halved_square(outputs: Tensor) -> Tensor:
+    return outputs.square().sum((-2, -1)) / 2
+
+
+def draw_product(X: Tensor, D: Tensor, number: int, independent: bool = False) -> tuple[Tensor, Tensor, Products]:
     """X W, the gradient D Wᵀ, and the object that drew them."""
-    products = Products(*(Stream(seed(number), i, dtype=X.dtype, device=CPU) for i in range(2)), **options)
+    stream = Stream(seed(number), 0, dtype=X.dtype, device=CPU)
+    products = Products(stream, stream, independent)
     X = X.clone().requires_grad_()
     Z = products.multiply(X, "value", partial(draw_normals, columns=D.shape[-1]))
     (gradient,) = torch.autograd.grad(Z, X, D)
@@ -120,19 +146,19 @@ def test_gradients_of_any_rank_have_a_root(outputs):
 
 
 def test_queries_and_keys_have_the_inner_products_of_normals():
-    """Three heads of width 8, and of width 3, which is less than two tokens need."""
-    stream, F = Stream(seed(49), 0, dtype=torch.float64, device=CPU), torch.zeros(40_000, 2, 2, dtype=torch.float64)
+    """Two heads of width 8, and of width 3, which is less than two tokens need."""
+    stream, F = Stream(seed(49), 0, dtype=torch.float64, device=CPU), torch.zeros(20_000, 2, 2, dtype=torch.float64)
     for width in (8, 3):
-        normals = (stream.normal(40_000, 2, 3 * width) for _ in range(2))
+        normals = (stream.normal(20_000, 2, 2 * width) for _ in range(2))
         drawn, expected = (
             torch.cat(
                 [
-                    (one.unflatten(-1, (3, -1)).transpose(1, 2) @ two.unflatten(-1, (3, -1)).permute(0, 2, 3, 1)).flatten(1)
+                    (one.unflatten(-1, (2, -1)).transpose(1, 2) @ two.unflatten(-1, (2, -1)).permute(0, 2, 3, 1)).flatten(1)
                     for one, two in pairs
                 ],
                 1,
             )
-            for query, key in (draw_pair(stream, F, 3, width), normals)
+            for query, key in (draw_pair(stream, F, 2, width), normals)
             for pairs in [((query, key), (query, query), (key, key))]
         )
         assert_same_moments(drawn, expected)
@@ -176,7 +202,8 @@ def test_memory_is_bounded():
 
 
 def test_a_network_that_leaves_the_range_has_no_gradients():
-    gradients = shaped.backpropagate(shaped.ShapedAttention(0.9, 0.2), V0, **OPTIONS | {"samples": 200, "d": 8}, upper=12.0)
+    options = OPTIONS | {"samples": 200, "d": 8, "upper": 12.0}
+    gradients = shaped.backpropagate(shaped.ShapedAttention(0.9, 0.2), V0, **options)
     stopped = gradients.stopped.isfinite()
     assert 0 < stopped.sum() < 200
     assert (gradients.stopped[stopped] <= 1.0).all()
@@ -193,7 +220,8 @@ def finite_error(outputs: Tensor) -> Tensor:
 
 def test_the_loss_sees_no_network_that_left_the_float_range():
     huge = shaped.ResidualBlock(shaped.FeedForwardBranch(4, shaped.Weights(1e9), shaped.Weights(1e9)))
-    gradients = shaped.backpropagate(huge, V0, **OPTIONS | {"d": 24, "loss": finite_error})
+    options = OPTIONS | {"d": 24, "loss": finite_error}
+    gradients = shaped.backpropagate(huge, V0, **options)
     assert (gradients.stopped < 1.0).all()
     assert gradients.V.isfinite().all()
 

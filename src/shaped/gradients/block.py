@@ -59,7 +59,7 @@ class Networks:
 
     def __init__(self, job: Job):
         self.job, self.layer = job, WeightlessLayer(job.layer, job.sizes, job.V0)
-        self.products = Products(*(make_stream(job, kind) for kind in ("gradients", "gradients, backward")), job.independent)
+        self.products = Products(make_stream(job, "gradients"), make_stream(job, "gradients, backward"), job.independent)
         self.start = engine.draw_start(job.V0, job.sizes.n, self.products.forward)
         self.shown = job.V0
         self.end = torch.where(job.bounds.crossed(job.V0), 0, job.d + 1)

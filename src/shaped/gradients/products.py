@@ -51,10 +51,10 @@ class Products:
     def multiply(self, X: Tokens, name: str, draw: Draw) -> Float[Tensor, "batch m k"]:
         """X W for a new matrix W of standard normals, of which `draw` draws G."""
         if self._last is None or self._last[0] is not X:
-            ticket, F = Basis.apply(X, self)  # pyright: ignore[reportGeneralTypeIssues]
+            ticket, F = Basis.apply(X, self)
             self._last = X, ticket, F
         _, ticket, F = self._last
-        return Product.apply(ticket, F, draw(self.forward, F), name, self)  # pyright: ignore[reportReturnType]
+        return Product.apply(ticket, F, draw(self.forward, F), name, self)
 
     def forget(self) -> None:
         """Forgets the last X. No later product has it."""
@@ -74,7 +74,8 @@ class Basis(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, carried: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        carried, _ = gradients
         (O,), products = ctx.saved_tensors, ctx.products
         along, covariance = carried.split([O.shape[-2], carried.shape[-2]], -1)
         C = find_root(covariance)
@@ -95,7 +96,8 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, D: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (D,) = gradients
         F, G = ctx.saved_tensors
         # The norm of Xᵀ D = Oᵀ Fᵀ D. The trace of X Xᵀ D Dᵀ would lose half of the digits where the tokens are alike.
         ctx.products.squares[ctx.name] = (F.mT @ D).square().sum((-2, -1))

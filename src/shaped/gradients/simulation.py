@@ -138,10 +138,10 @@ def probe(layer: Layer, sizes: Sizes, V0: Tensor) -> tuple[dict[str, int], float
     A layer that has no law for its gradients is refused here.
     """
     like = V0[:1].expand(2, -1, -1)
-    streams = [Stream(0, 0, kind="probe", dtype=V0.dtype, device=V0.device) for _ in range(2)]
+    stream = Stream(0, 0, kind="probe", dtype=V0.dtype, device=V0.device)
     network = WeightlessLayer(layer, sizes, like)
-    X = engine.draw_start(like, sizes.n, streams[0]).requires_grad_()
-    return network.entries, network.count_bytes(X, Products(*streams)) / 2
+    X = engine.draw_start(like, sizes.n, stream).requires_grad_()
+    return network.entries, network.count_bytes(X, Products(stream, stream)) / 2
 
 
 def plan(kept: float, d: int, device: torch.device) -> tuple[int, int]:
