@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from autograd_networks import LAYERS, UNSHAPED, assert_one_law, cross_entropy, differentiate, simulate, squared_error
+from one_token import draw_networks, solve_limit
 from torch import Tensor, nn
 
 import shaped
@@ -52,28 +53,13 @@ def test_tokens_that_are_alike_have_autograds_law():
 
 
 def test_one_token_follows_the_limit():
-    """dR = κ(c²/V - R) ds + sqrt(2κ) R dB backward in time, given V and c (docs/gradients.md). Independent matrices lack the drift."""
-    gamma, T, steps, k, n, count = 0.6, 0.5, 100, 5, 64, 6000
-    kappa, h = gamma**2 * (2 - gamma**2), T / steps
-    normals = draw(2 * steps, count, number=51) * math.sqrt(2 * kappa * h) - kappa * h
-    V = torch.cat([torch.ones(1, count, dtype=torch.float64), normals[:steps].cumsum(0).exp()])
-    R = c = V[-1] * draw(count, k, number=52).square().sum(-1)  # of the squared error of k outputs, for targets 0
-    for step in range(steps, 0, -1):
-        R = (normals[steps + step - 1] - kappa * h).exp() * (R + kappa * h * c**2 / V[step])
-    layer, one = shaped.ShapedAttention(gamma), torch.ones(1, 1)
-    how: dict[str, Any] = {"n": n, "d": int(T * n), "outputs": k, "loss": halved_square, "samples": count, "seed": seed(53)}
-    for independent in (False, True):
-        found = shaped.backpropagate(layer, one, **how, independent=independent)
-        drawn = torch.stack([found.tokens[0].log(), found.loss.log(), found.V[:, 0, 0].log()], -1)
-        limit = torch.stack([R.log(), (c / 2).log(), V[-1].log()], -1)
-        if independent:
-            assert_rejected(lambda drawn=drawn, limit=limit: assert_same_moments(drawn, limit))
-        else:
-            assert_same_moments(drawn, limit)
-
-
-def halved_square(outputs: Tensor) -> Tensor:
-    return outputs.square().sum((-2, -1)) / 2
+    """Jointly with the loss and the last covariance. Independent matrices do not."""
+    limit = torch.stack(list(solve_limit(0.5, 100, 6000, 51).values()), -1)
+    drawn, wrong = (torch.stack(list(draw_networks(64, 0.5, 6000, 53, independent=way).values()), -1) for way in (False, True))
+    assert_same_moments(drawn, limit)
+    assert_rejected(lambda: assert_same_moments(wrong, limit))
+    uncoupled = torch.stack(list(solve_limit(0.5, 100, 6000, 51, coupled=False).values()), -1)
+    assert_same_moments(wrong, uncoupled)
 
 
 def draw_product(X: Tensor, D: Tensor, number: int, independent: bool = False) -> tuple[Tensor, Tensor, Products]:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shaped.covariance import Matrix, eigen_factor
 from shaped.randomness import Stream
@@ -73,7 +72,6 @@ class Basis(torch.autograd.Function):
         return X.new_zeros(*F.shape[:-1], F.shape[-1] + X.shape[-2]), F
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         carried, _ = gradients
         (O,), products = ctx.saved_tensors, ctx.products
@@ -95,7 +93,6 @@ class Product(torch.autograd.Function):
         return F @ G
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (D,) = gradients
         F, G = ctx.saved_tensors
