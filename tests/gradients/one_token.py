@@ -51,9 +51,8 @@ def describe(name: str, rows: dict[str, Tensor], limits: tuple[dict[str, Tensor]
 
 def main() -> None:
     limits = tuple(solve_limit(1.0, 400, 100_000, 60 + coupled, coupled) for coupled in (True, False))
-    print(
-        "| | mean | spread | correlation with log loss | with log V | KS to the limit | KS to independent matrices |\n|---|---|---|---|---|---|---|"
-    )
+    print("| | mean | spread | correlation with log loss | with log V | KS to the limit | KS to independent matrices |")
+    print("|---|---|---|---|---|---|---|")
     for n in (16, 32, 64, 128):
         print(describe(f"n = d = {n}", draw_networks(n, 1.0, 40_000 if n < 128 else 20_000, 62), limits), flush=True)
     print(describe("limit", limits[0]) + " | |")
