@@ -180,8 +180,9 @@ def test_blocks_may_run_anywhere(monkeypatch):
 def test_memory_is_bounded():
     """By fewer networks in a block, and where one is too large, by fewer layers at a time."""
     assert simulation.plan(1e3, 10, CPU) == (simulation.MOST, 10)
-    assert simulation.plan(1e6, 100, CPU) == (8, 100)
+    assert simulation.plan(1e6, 100, CPU) == (10, 100)
     assert simulation.plan(2.0**28, 100, CPU) == (1, 4)
+    assert simulation.plan(2.0**31, 100, CPU) == (1, 1)
     entries, kept = simulation.probe(ATTENTION, Sizes(64), V0[None])
     assert entries == {"query": 4096, "key": 4096, "value": 4096, "output": 4096}
     assert 4 < kept / (3 * 64 * 8) < 12

@@ -90,6 +90,7 @@ class WeightlessLayer:
             Y, _ = self.run(X, products)
         if Y.shape != X.shape or not Y.requires_grad:
             raise ValueError(f"layer must return tokens of the shape it got, {tuple(X.shape)}, got {self.layer!r}, with {tuple(Y.shape)}")
+        keep(Y)
         return sum(storage.nbytes() for storage in kept.values())
 
 

@@ -21,7 +21,7 @@ from shaped.layers.base import Layer, Sizes, check_layer
 from shaped.randomness import Stream
 
 MEMORY = {"cpu": 2**30, "cuda": 2**33}
-"""Bytes that a block of networks keeps for its way back, about."""
+"""Bytes of the tensors that a block of networks keeps for its way back. glibc's allocator may waste as much again."""
 MOST = 2**12
 """Networks in a block."""
 
@@ -148,7 +148,7 @@ def plan(kept: float, d: int, device: torch.device) -> tuple[int, int]:
     """Networks in a block, and layers in a segment: as many networks as fit; where not even one does, one network and fewer layers."""
     budget = MEMORY.get(device.type, MEMORY["cuda"])
     fits = budget / (kept * d)
-    return min(MOST, 2 ** int(math.log2(max(1.0, fits)))), d if fits >= 1 else max(1, int(budget / kept))
+    return min(MOST, max(1, int(fits))), d if fits >= 1 else max(1, int(budget / kept))
 
 
 def check_callable(loss: object, pickled: bool) -> None:
