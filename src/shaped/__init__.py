@@ -11,6 +11,8 @@ from shaped.covariance import correlation as correlation
 from shaped.covariance import equicorrelated as equicorrelated
 from shaped.covariance import gram as gram
 from shaped.finite import propagate as propagate
+from shaped.gradients import Gradients as Gradients
+from shaped.gradients import backpropagate as backpropagate
 from shaped.layers import AttentionBranch as AttentionBranch
 from shaped.layers import Chain as Chain
 from shaped.layers import FeedForwardBranch as FeedForwardBranch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from shaped import engine
 from shaped.checks import as_tensor, whole_number
-from shaped.covariance import Point, factor, gram, is_for_blas
+from shaped.covariance import Point, gram, is_for_blas
 from shaped.layers.base import Layer, Sizes, check_layer
 from shaped.randomness import Stream
 from shaped.trajectory import Trajectory
@@ -48,11 +47,7 @@ class TokenSteps(engine.Process[Tensor]):
     sizes: Sizes
 
     def start(self, V0: Float[Tensor, "batch m m"], stream: Stream) -> Tensor:
-        """Tokens with covariance V0. V0 determines them up to a rotation of the features, which is drawn uniformly."""
-        m, n = V0.shape[-1], self.sizes.n
-        Q, R = torch.linalg.qr(stream.normal(len(V0), n, m))
-        directions = Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # without this the signs of Q are LAPACK's choice, not uniform
-        return math.sqrt(n) * factor(V0).contiguous() @ directions.mT
+        return engine.draw_start(V0, self.sizes.n, stream)
 
     def step(self, state: Tensor, stream: Stream) -> tuple[Tensor, None]:
         return self.layer.advance_tokens(state, self.sizes, stream), None

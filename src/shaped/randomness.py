@@ -6,11 +6,14 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+StreamState = tuple[Any, Tensor]
 
 
 class Normals(ABC):
@@ -118,6 +121,15 @@ class Stream(Normals):
             self._numpy.standard_normal(out=buffer.numpy())
             return buffer
         return buffer.normal_(generator=self._torch)
+
+    def save_state(self) -> StreamState:
+        """Where the stream is. Its fork has no part in it."""
+        return self._numpy.bit_generator.state, self._torch.get_state()
+
+    def rewind(self, state: StreamState) -> None:
+        """Back to a saved state: the same numbers follow again."""
+        self._numpy.bit_generator.state = state[0]
+        self._torch.set_state(state[1])
 
     @property
     def generator(self) -> torch.Generator:

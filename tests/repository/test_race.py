@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def race() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("race", ROOT / "benchmarks" / "race.py")
+    spec = importlib.util.spec_from_file_location("race", ROOT / "benchmarks" / "studies" / "race.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -46,6 +46,7 @@ def test_the_examples_print_what_is_shown():
         ("huggingface", "ShapingCallback"),
         ("predict", "predict"),
         ("layers", "drift"),
+        ("gradients", "backpropagate"),
         ("adding-a-layer", "ResidualLayer"),
     ],
 )

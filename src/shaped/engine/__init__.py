@@ -5,11 +5,16 @@ stream of random numbers and is always computed as a whole, on one thread. So re
 time, or on which machine.
 """
 
+from shaped.engine.block import use_one_thread as use_one_thread
+from shaped.engine.executors import PickledChunks as PickledChunks
 from shaped.engine.executors import scatter as scatter
 from shaped.engine.options import Record as Record
 from shaped.engine.options import RunOptions as RunOptions
 from shaped.engine.process import PointProcess as PointProcess
 from shaped.engine.process import Process as Process
+from shaped.engine.progress import progress_bar as progress_bar
+from shaped.engine.simulation import allocate as allocate
 from shaped.engine.simulation import run as run
+from shaped.engine.start import draw_start as draw_start
 from shaped.engine.start import prepare_start as prepare_start
 from shaped.engine.walk import Bounds as Bounds

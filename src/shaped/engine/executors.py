@@ -82,7 +82,7 @@ class PickledChunks(Sequence[bytes]):
     """
 
     chunks: list[range]
-    job: Callable[[int], Job]
+    job: Callable[[int], Any]
 
     def __len__(self) -> int:
         return len(self.chunks)

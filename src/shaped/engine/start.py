@@ -1,7 +1,8 @@
-"""The covariance V0 that paths start from."""
+"""The covariance V0 that paths start from, and tokens that have it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shaped.checks import as_tensor
-from shaped.covariance import check_covariance, eigen_factor, symmetrise
+from shaped.covariance import check_covariance, eigen_factor, factor, symmetrise
+from shaped.randomness import Stream
 
 
 def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Tensor, "sample m m"]:
@@ -38,3 +40,10 @@ def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Ten
     if samples not in (None, cast.shape[0]):
         raise ValueError(f"samples must be {cast.shape[0]}, the number of matrices in V0, or left out, got {samples}")
     return cast
+
+
+def draw_start(V0: Float[Tensor, "batch m m"], n: int, stream: Stream) -> Float[Tensor, "batch m n"]:
+    """Tokens with covariance V0. V0 determines them up to a rotation of the features, which is drawn uniformly."""
+    Q, R = torch.linalg.qr(stream.normal(len(V0), n, V0.shape[-1]))
+    directions = Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # without this the signs of Q are LAPACK's choice, not uniform
+    return math.sqrt(n) * factor(V0).contiguous() @ directions.mT

@@ -1,7 +1,8 @@
 """Random networks of the theory with explicit weights, all of them iid N(0, 1), as the paper writes them.
 
 Tests check the weightless simulation against them. They compute the paper's equations and nothing else.
-The keyword arguments `draw` go to `draw_weights`.
+The keyword arguments `draw` go to `draw_weights`. `backpropagate` runs the same modules without weights: so each matrix is used once, as
+`x @ W`, and its attribute's name is that of its gradient.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ class RandomAttention(nn.Module):
         self.value = draw_weights(n, n, **draw)
         self.output = draw_weights(n, n, **draw) if project else None
 
+    @property
+    def has_plain_logits(self) -> bool:
+        """Do queries and keys enter by their inner products alone? A norm or rotary positions look at more."""
+        return not self.qk_norm and self.frequencies is None
+
     def forward(self, x: X) -> X:
         scale = 1.0 / math.sqrt(x.shape[-1])
         query, key, value = (
@@ -71,11 +77,11 @@ class RandomFeedForward(nn.Module):
     def __init__(self, n: int, activation: Activation, **draw: Any):
         super().__init__()
         self.activation = activation
-        self.pre, self.post = draw_weights(n, n, **draw), draw_weights(n, n, **draw)
+        self.first, self.second = draw_weights(n, n, **draw), draw_weights(n, n, **draw)
 
     def forward(self, x: X) -> X:
         n = x.shape[-1]
-        return self.activation(x @ self.pre / math.sqrt(n)) @ self.post * math.sqrt(self.activation.normaliser() / n)
+        return self.activation(x @ self.first / math.sqrt(n)) @ self.second * math.sqrt(self.activation.normaliser() / n)
 
 
 class RandomPerceptron(nn.Module):
@@ -84,10 +90,10 @@ class RandomPerceptron(nn.Module):
     def __init__(self, n: int, activation: Activation, **draw: Any):
         super().__init__()
         self.activation = activation
-        self.weight = draw_weights(n, n, **draw)
+        self.first = draw_weights(n, n, **draw)
 
     def forward(self, x: X) -> X:
-        return math.sqrt(self.activation.normaliser()) * self.activation(x @ self.weight / math.sqrt(x.shape[-1]))
+        return math.sqrt(self.activation.normaliser()) * self.activation(x @ self.first / math.sqrt(x.shape[-1]))
 
 
 class Residual(nn.Module):

@@ -119,8 +119,8 @@ class RandomSelfAttention(nn.Module):
     def rotate(x: Tensor, frequencies: Sequence[float]) -> Tensor:
         """Features 2i and 2i + 1 as a complex number, times exp(i·place·frequency): written apart from `functional.rotate`, to test it."""
         wide = 2 * len(frequencies)
-        place = torch.arange(x.shape[-2], dtype=torch.float64)[:, None]
-        turn = torch.exp(1j * place * torch.tensor(frequencies, dtype=torch.float64))
+        place = torch.arange(x.shape[-2], dtype=torch.float64, device=x.device)[:, None]
+        turn = torch.exp(1j * place * torch.tensor(frequencies, dtype=torch.float64, device=x.device))
         pairs = torch.view_as_complex(x[..., :wide].double().unflatten(-1, (-1, 2)).contiguous())
         return torch.cat([torch.view_as_real(pairs * turn).flatten(-2).to(x), x[..., wide:]], -1)
 
@@ -142,12 +142,12 @@ class RandomMLP(nn.Module):
     ):
         super().__init__()
         self.activation = activation
-        self.inner, self.outer = RandomLinear(n, hidden, inner, **draw), RandomLinear(hidden, n, outer, **draw)
+        self.first, self.second = RandomLinear(n, hidden, inner, **draw), RandomLinear(hidden, n, outer, **draw)
         self.gate = RandomLinear(n, hidden, inner, **draw) if gated else None
 
     def forward(self, x: X) -> X:
-        hidden = self.activation(self.inner(x))
-        return self.outer(hidden if self.gate is None else hidden * self.gate(x))
+        hidden = self.activation(self.first(x))
+        return self.second(hidden if self.gate is None else hidden * self.gate(x))
 
 
 class RandomBlock(nn.Module):

@@ -1,8 +1,8 @@
 """The race of docs/race.md: the protocol as a program.
 
-    python benchmarks/race.py tune recover-qk preln-qk --data data --out runs/race --minutes 9
-    python benchmarks/race.py final recover-qk --data data --out runs/finals --seeds 1 2 3
-    python benchmarks/race.py table
+    python benchmarks/studies/race.py tune recover-qk preln-qk --data data --out runs/race --minutes 9
+    python benchmarks/studies/race.py final recover-qk --data data --out runs/finals --seeds 1 2 3
+    python benchmarks/studies/race.py table
 
 A run that docs/results/race*.json or the folder `--out` has already is not made again. `shaped collect` turns the folder into such a file.
 """
@@ -24,7 +24,7 @@ from shaped.train.run.stopping import Diverged, Stopped
 from shaped.train.run_records import RunRecord, read_runs
 from shaped.train.step.stepper_cache import StepperCache
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 EMBEDDING_LR = 5e-3  # of the embedding tables, at every learning rate of the rest
 VARIANCE_ONE = 0.5**0.5  # standard deviation of the tables: tokens + positions have variance 1, whatever the initialisation of the rest

@@ -1,0 +1,136 @@
+"""A layer's module with the law of its products in place of its weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shaped.gradients.products import Draw, Products, Tokens, draw_normals, draw_pair
+from shaped.layers.base import Layer, Sizes
+from shaped.nn.networks import RandomAttention
+from shaped.randomness import Stream
+
+LEFT_OUT = ("branch", "branches", "weight")
+"""Parts of a parameter's path that tell a reader nothing."""
+
+
+class WeightlessLayer:
+    """Runs `layer.module(n)` for many networks at once, each with weights of its own, of which only the products are drawn.
+
+    A parameter of several rows is a matrix, used once, as `x @ W`. One of a single row, such as a bias, is drawn.
+    """
+
+    def __init__(self, layer: Layer, sizes: Sizes, like: Tensor):
+        with Unmade():
+            module = layer.module(sizes.n, sizes.n_k, dtype=like.dtype)
+        self.layer, self.products = layer, None
+        self.entries: dict[str, int] = {}
+        """The number of entries of each matrix, by its name."""
+        self._used: set[str] = set()
+        self._vectors: list[tuple[nn.Module, str, str, int]] = []
+        for name, path in name_parameters([path for path, _ in module.named_parameters()]).items():
+            owner = module.get_submodule(path.rpartition(".")[0])
+            attribute = path.rpartition(".")[2]
+            weight = getattr(owner, attribute)
+            if weight.ndim != 2 or weight.stride() != (0, 0):
+                raise ValueError(
+                    f"layer must draw its weights as matrices of torch.randn, and scale their products, got {path} of {layer!r}"
+                )
+            self.entries[name] = weight.numel()
+            delattr(owner, attribute)
+            if weight.shape[0] == 1:
+                self._vectors.append((owner, attribute, name, weight.shape[1]))
+            else:
+                setattr(owner, attribute, DrawnMatrix(self, name, *weight.shape))
+        for attention in module.modules():
+            if isinstance(attention, RandomAttention) and attention.has_plain_logits:
+                join_draws(attention)
+        self.module = module.to(like.device)
+
+    def run(self, X: Tokens, products: Products) -> tuple[Tokens, dict[str, Tensor]]:
+        """The tokens after the layer, and the weights that were drawn, by name."""
+        self.products = products
+        self._used.clear()
+        vectors: dict[str, Tensor] = {}
+        for owner, attribute, name, columns in self._vectors:
+            vectors[name] = products.forward.normal(len(X), 1, columns).requires_grad_()
+            setattr(owner, attribute, vectors[name])
+        try:
+            Y = self.module(X)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"layer must use its matrices as x @ W and in no other way, got {self.layer!r} ({error})") from None
+        finally:
+            products.forget()
+        return Y, vectors
+
+    def multiply(self, X: Tensor, matrix: DrawnMatrix) -> Tensor:
+        name, rows = matrix.name, matrix.shape[0]
+        if name in self._used:
+            raise ValueError(f"layer must use each matrix once, got {self.layer!r}, which uses {name} twice")
+        if X.ndim != 3 or X.shape[-1] != rows:
+            raise ValueError(f"layer must multiply {name} by tokens [batch, m, {rows}], got {self.layer!r} and shape {tuple(X.shape)}")
+        assert self.products is not None
+        self._used.add(name)
+        return self.products.multiply(X, name, matrix.draw)
+
+    def count_bytes(self, X: Tokens, products: Products) -> int:
+        """What the way back through this layer needs to keep, for these tokens."""
+        kept: dict[int, Any] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            Y, _ = self.run(X, products)
+        if Y.shape != X.shape or not Y.requires_grad:
+            raise ValueError(f"layer must return tokens of the shape it got, {tuple(X.shape)}, got {self.layer!r}, with {tuple(Y.shape)}")
+        keep(Y)
+        return sum(storage.nbytes() for storage in kept.values())
+
+
+class DrawnMatrix:
+    """Stands for a matrix of standard normals in `x @ W`."""
+
+    def __init__(self, layer: WeightlessLayer, name: str, rows: int, columns: int):
+        self._layer, self.name, self.shape = layer, name, torch.Size((rows, columns))
+        self.draw: Draw = partial(draw_normals, columns=columns)
+
+    def __rmatmul__(self, X: Tensor) -> Tensor:
+        return self._layer.multiply(X, self)
+
+
+def join_draws(attention: RandomAttention) -> None:
+    """Lets the two matrices be drawn together, in fewer columns. The query is the first one that the module multiplies."""
+    query, key = cast(Any, attention.query), cast(Any, attention.key)
+    if not (isinstance(query, DrawnMatrix) and isinstance(key, DrawnMatrix)):
+        return  # tokens of one feature
+    other: list[Tensor] = []
+
+    def draw_query(stream: Stream, F: Tensor) -> Tensor:
+        mine, its = draw_pair(stream, F, attention.heads, query.shape[1] // attention.heads)
+        other[:] = [its]
+        return mine
+
+    query.draw, key.draw = draw_query, lambda stream, F: other.pop()
+
+
+class Unmade(TorchFunctionMode):
+    """Within it `torch.randn` returns a tensor without memory and of strides 0. Anything but the tensor itself has other strides."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.randn:
+            return func(*args, **(kwargs or {}))
+        shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+        return torch.empty((), device="meta", dtype=(kwargs or {}).get("dtype")).expand(shape)
+
+
+def name_parameters(paths: list[str]) -> dict[str, str]:
+    """A short name for each path, such as "query" for "0.branch.query"; the whole path where several would have the same name."""
+    short = [".".join(part for part in path.split(".") if not part.isdigit() and part not in LEFT_OUT) for path in paths]
+    return {name if name and short.count(name) == 1 else path: path for name, path in zip(short, paths, strict=True)}
