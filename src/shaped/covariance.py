@@ -160,22 +160,26 @@ def factor(V: Matrix) -> Matrix:
     floor = V.diagonal(dim1=-2, dim2=-1) * (4 * V.shape[-1] * torch.finfo(V.dtype).eps) + torch.finfo(V.dtype).tiny
     if is_for_blas(V):
         L, info = torch.linalg.cholesky_ex(V)
-    elif V.is_cuda:  # reads nothing back, so that a CUDA graph can hold it
-        return _cholesky_by_columns(V, floor, bounded=True)
+        raised = (L.diagonal(dim1=-2, dim2=-1).square() < floor) | (info > 0)[..., None]
     else:
-        L, info = _cholesky_by_columns(V, floor, bounded=False), None
-    # Where a pivot was raised: tokens that coincide, or more tokens than features. A pivot at the floor itself may be some eps less.
-    low = (L.diagonal(dim1=-2, dim2=-1) < floor.sqrt() * (1.0 - 4.0 * torch.finfo(V.dtype).eps)).any(-1)
-    low = low if info is None else low | (info > 0)
-    if low.any():
-        L = L.clone() if info is not None else L
-        L[low] = _cholesky_by_columns(V[low], floor[low], bounded=True)
+        # On a GPU nothing is read back, so that a CUDA graph can hold this.
+        L, pivots = _cholesky_by_columns(V, floor, bounded=V.is_cuda)
+        if V.is_cuda:
+            return L
+        raised = pivots < floor
+    if raised.any():  # tokens that coincide, or more tokens than features
+        low = raised.any(-1)
+        L = L.clone()
+        L[low] = _cholesky_by_columns(V[low], floor[low], bounded=True)[0]
     return L
 
 
-def _cholesky_by_columns(V: Matrix, floor: Float[Tensor, "*batch m"], bounded: bool) -> Matrix:
-    """`bounded`: no entry is larger than a positive semi-definite rest allows. Without it rounding errors over a raised pivot can grow from
-    column to column without limit. It costs half as much again."""
+def _cholesky_by_columns(V: Matrix, floor: Float[Tensor, "*batch m"], bounded: bool) -> tuple[Matrix, Float[Tensor, "*batch m"]]:
+    """The factor, and its pivots before they were raised to the floor.
+
+    `bounded`: no entry is larger than a positive semi-definite rest allows. Without it rounding errors over a raised pivot can grow from
+    column to column without limit. It costs half as much again.
+    """
     L, rest = torch.zeros_like(V), V.clone()
     for j in range(V.shape[-1]):
         scale = torch.maximum(rest[..., j, j], floor[..., j]).rsqrt_()
@@ -187,7 +191,7 @@ def _cholesky_by_columns(V: Matrix, floor: Float[Tensor, "*batch m"], bounded: b
         if j + 1 < V.shape[-1]:
             below = column[..., 1:]
             rest[..., j + 1 :, j + 1 :].addcmul_(below[..., :, None], below[..., None, :], value=-1.0)
-    return L
+    return L, rest.diagonal(dim1=-2, dim2=-1)
 
 
 def eigen_factor(V: Matrix) -> Matrix:
