@@ -78,7 +78,7 @@ def write_normalised_gradient(dx, ds, x, y, x_r_ptr, y_r_ptr, i, e, stride, m, D
     for c in tl.static_range(0, D, C):
         part = tl.dot(ds, (others[c // C].to(tl.float32) * y_r[:, None]).to(ds.dtype))
         along += tl.sum(part * inputs[c // C].to(tl.float32), 1)
-        parts = parts + (part,)  # noqa: RUF005
+        parts = parts + (part,)  # noqa: RUF005  as in `read_all`
     along *= x_r * x_r / D
     for c in tl.static_range(0, D, C):
         part = (parts[c // C] - along[:, None] * inputs[c // C].to(tl.float32)) * x_r[:, None]
