@@ -73,22 +73,34 @@ MOST_CHOICES = max(len(arm.choices) for arm in ARMS.values())
 
 
 def tune(name: str, measure: Measure) -> dict[str, Any]:
-    """The arm's tuned settings: the best learning rate of the grid, then each choice that lowers the loss, one after another."""
+    """The arm's tuned settings: the best learning rate of the grid, each choice that lowers the loss, and again the best learning rate."""
     arm = ARMS[name]
     losses = {rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)) for rate in RATES}
-    while (rate := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
-        rate = rate / 2 if rate == min(losses) else rate * 2
-        losses[rate] = measure(f"{name}-{rate:g}", set_rate(arm.settings, rate))
+    rate = _extend(losses, lambda rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)))
     best, kept = losses[rate], set_rate(arm.settings, rate)
+    changed = False
     for number, (label, change) in enumerate(arm.choices, 1):
         loss = measure(f"{name}-{number}-{label}", kept | change)
         if loss < best:
-            best, kept = loss, kept | change
-    return kept
+            best, kept, changed = loss, kept | change, True
+    if not changed:
+        return kept
+    rate = _extend({rate: best}, lambda rate: measure(f"{name}-again-{rate:g}", set_rate(kept, rate)))
+    return set_rate(kept, rate)
+
+
+def _extend(losses: dict[float, float], measure: Callable[[float], float]) -> float:
+    """The best learning rate, after the grid has grown by factors of 2 until the best is inside."""
+    while (rate := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
+        rate = rate / 2 if rate == min(losses) else rate * 2
+        losses[rate] = measure(rate)
+    return rate
 
 
 def set_rate(settings: dict[str, Any], rate: float) -> dict[str, Any]:
-    return settings | {"lr": rate, "embedding_lr": EMBEDDING_LR / rate}
+    """With this learning rate. The rate of the embedding tables stays, unless a choice has tied it to that of the rest."""
+    tied = settings.get("embedding_lr") == 1.0
+    return settings | {"lr": rate, "embedding_lr": 1.0 if tied else EMBEDDING_LR / rate}
 
 
 class OutOfTime(Exception):
@@ -156,7 +168,7 @@ def make_tables(known: dict[str, RunRecord]) -> str:
     by_choice = [_format_choices(known, name) for name in ARMS]
     heads = (
         ["arm", *(f"{rate:g}" for rate in rates), "sensitivity"],
-        ["arm", *(f"choice {k}" for k in range(1, 1 + MOST_CHOICES)), "tuned settings"],
+        ["arm", *(f"choice {k}" for k in range(1, 1 + MOST_CHOICES)), "rates again", "tuned settings"],
     )
     return "\n\n".join(
         "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *filter(None, rows)))
@@ -175,13 +187,16 @@ def _format_rates(known: dict[str, RunRecord], name: str, rates: list[float]) ->
 
 
 def _format_choices(known: dict[str, RunRecord], name: str) -> list[str]:
-    cells: list[str] = []
+    cells, again = list[str](), list[str]()
 
     def look_up(run: str, settings: dict[str, Any]) -> float:
         loss = find_loss(known, run, TUNING | settings)
         if loss is None:
             raise Missing(run)
-        if not _is_rate(run.removeprefix(f"{name}-")):
+        label = run.removeprefix(f"{name}-")
+        if label.startswith("again-"):
+            again.append(f"{label.removeprefix('again-')} {loss:.3f}")
+        elif not _is_rate(label):
             cells.append(f"{ARMS[name].choices[len(cells)][0]} {loss:.3f}")
         return loss
 
@@ -190,7 +205,7 @@ def _format_choices(known: dict[str, RunRecord], name: str) -> list[str]:
         chosen = ", ".join(f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {value}" for key, value in tuned.items())
     except Missing:
         chosen = "not finished"
-    return [f"`{name}`", *cells, *[""] * (MOST_CHOICES - len(cells)), chosen] if cells else []
+    return [f"`{name}`", *cells, *[""] * (MOST_CHOICES - len(cells)), ", ".join(again), chosen] if cells else []
 
 
 def _is_rate(text: str) -> bool:

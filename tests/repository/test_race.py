@@ -54,7 +54,19 @@ def test_a_choice_is_kept_only_if_it_lowers_the_loss(race: ModuleType):
     assert best == {
         "model": "preln", "qk_norm": True, "lr": 1e-3, "embedding_lr": 5.0, "init": "bert", "embedding_std": 0.5**0.5, "clip": 1.0,
     }  # fmt: skip
-    assert runs[5:] == ["preln-qk-1-embedding-lr", "preln-qk-2-bert", "preln-qk-3-qk-gain", "preln-qk-4-clip", "preln-qk-5-bert-tables"]
+    choices = ["preln-qk-1-embedding-lr", "preln-qk-2-bert", "preln-qk-3-qk-gain", "preln-qk-4-clip", "preln-qk-5-bert-tables"]
+    assert runs[5:] == [*choices, "preln-qk-again-0.0005", "preln-qk-again-0.002"]
+
+
+def test_the_rate_is_tuned_again_after_a_choice_was_kept(race: ModuleType):
+    def loss(settings: dict[str, Any]) -> float:
+        small = settings.get("embedding_std") == 0.02
+        assert settings["embedding_lr"] == (1.0 if small else settings["embedding_lr"])
+        return abs(settings["lr"] - (4e-3 if small else 1e-3)) - 0.1 * small
+
+    best, runs = tuned(race, loss)
+    assert (best["lr"], best["embedding_lr"], best["embedding_std"]) == (4e-3, 1.0, 0.02)
+    assert [run.removeprefix("preln-qk-again-") for run in runs[10:]] == ["0.0005", "0.002", "0.004", "0.008"]
 
 
 def test_every_arm_makes_valid_settings(race: ModuleType, tmp_path: Path):
