@@ -35,8 +35,10 @@ from shaped.train.run.result import find_commit
 
 FALSE_ALARM = 0.01
 DEPTH, EVERY, CORRELATION = 12, 4, 0.2
-BYTES = {"cpu": 2**28, "cuda": 2**33}
-"""Of the weights of one part of the networks. Their gradients take as many, and the way back some more."""
+BYTES, MOST = {"cpu": 2**29, "cuda": 2**34}, 2**14
+"""Of the networks that autograd differentiates at once, and their largest number."""
+STATES = 50
+"""Tensors of m x n numbers that autograd keeps for the way back through a block, at most."""
 LOSSES: dict[str, Loss] = {"squared error": squared_error, "cross-entropy": cross_entropy}
 FLAT = 1e-9
 """A quantity with a smaller spread is a constant with rounding errors, such as the trace of normed tokens without an epsilon."""
@@ -80,8 +82,9 @@ class Setting:
     def differentiate(self) -> dict[str, Tensor]:
         """By autograd, a part of the networks at a time."""
         layer, g = make_blocks()[self.block], torch.Generator(self.device).manual_seed(seed(1000 + self.number))
-        entries = DEPTH * sum(weight.numel() for weight in layer.module(self.n).parameters())
-        size = max(1, BYTES[self.device] // (8 * entries))
+        entries = sum(weight.numel() for weight in layer.module(self.n).parameters())
+        each = 8 * DEPTH * (2 * entries + STATES * self.m * self.n)  # the weights have gradients
+        size = max(1, min(MOST, BYTES[self.device] // each))
         V0 = shaped.equicorrelated(self.m, CORRELATION)
         sizes = [min(size, self.networks - first) for first in range(0, self.networks, size)]
         parts = [observe(find_gradients(layer, V0, self.n, DEPTH, LOSSES[self.loss], size, g)) for size in sizes]
