@@ -30,9 +30,9 @@ def describe(result: dict[str, Any] | None) -> str:
     summary, settings, device = result["summary"], result["settings"], result["environment"]["device"]
     networks, worst, farthest = f"{result['networks']:,}", summary["largest D"], summary["largest z of correlations"]
     lines = [
-        f"{networks} networks of each kind at each of {len(settings)} settings, {result['seconds']:.0f} s on {device}"
+        f"It took {networks} networks of each kind at each of {len(settings)} settings, {result['seconds']:.0f} s on {device}"
         f" ([numbers](results/{RESULT.name})).",
-        f"{summary['distances']:,} Kolmogorov-Smirnov distances D and {summary['correlations']:,} differences of correlations were found.",
+        f"Found were {summary['distances']:,} Kolmogorov-Smirnov distances D and {summary['correlations']:,} differences of correlations.",
         f"By chance alone at most one run in a hundred has a p-value below {summary['rejected below p']:.1g},"
         f" which is a D above {summary['band of D']:.4f}.",
         f"Outside of that band: {len([line for line in result['wrong'] if 'p = ' in line])}.",
@@ -41,7 +41,8 @@ def describe(result: dict[str, Any] | None) -> str:
         " those of one setting depend on each other.",
         f"The differences of correlations are {summary['mean z of correlations']:.2f} standard errors in the mean, and"
         f" {summary['root mean square z of correlations']:.2f} in the root mean square.",
-        f"The largest has {abs(farthest['z']):.1f}: {farthest['where']}, {farthest['autograd']:.4f} by autograd, {farthest['law']:.4f} by the law.",
+        f"The largest has {abs(farthest['z']):.1f}: {farthest['where']},"
+        f" {farthest['autograd']:.4f} by autograd and {farthest['law']:.4f} by the law.",
         "",
         "The same comparison with wrong laws, 3 tokens, n = 16, d = 12: the largest D.",
         "",
