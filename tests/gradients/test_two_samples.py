@@ -26,7 +26,7 @@ def test_distances_are_those_of_compare():
     found = find_ks(x, y)
     for row in range(2):
         ks, _ = measure_distances(x[row, :, None].numpy(), y[row, :, None].numpy(), 20, np.random.default_rng(0))
-        assert math.isclose(found.value[row], ks.value, abs_tol=1e-6)
+        assert math.isclose(found.value[row], ks.value, abs_tol=1e-9)
 
 
 def test_probabilities_of_one_law_are_uniform_and_small_for_a_wrong_scale():

@@ -26,7 +26,7 @@ def find_ks(one: Rows, other: Rows) -> Distances:
     """Kolmogorov-Smirnov distances between the rows."""
     x, y = one.sort(-1).values, other.sort(-1).values
     at = torch.cat([x, y], -1)
-    shares = [torch.searchsorted(z, at, right=True) / z.shape[-1] for z in (x, y)]
+    shares = [torch.searchsorted(z, at, right=True).double() / z.shape[-1] for z in (x, y)]
     value, place = (shares[0] - shares[1]).abs().max(-1)
     there = [share.gather(-1, place[..., None])[..., 0] for share in shares]
     counts = x.shape[-1], y.shape[-1]
