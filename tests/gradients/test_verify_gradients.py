@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from verify_gradients import Setting, compare, judge, make_settings
+from verify_gradients import Setting, compare, judge, make_settings, observe
 
+import shaped
 from shaped.testing.stats import generator
 
 
@@ -47,6 +48,14 @@ def test_networks_are_differentiated_in_parts(monkeypatch):
         assert list(found) == list(setting.simulate())
         assert list(found)[: -2 if m == 1 else -3] == [f"{name} {layer}" for name in (*weights, "tokens") for layer in (0, 4, 8, 11)]
         assert all(len(row.unique()) == 7 for row in found.values())
+
+
+def test_gradients_that_underflow_have_the_smallest_logarithm():
+    zero, one = torch.zeros(2, 5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    V, never = torch.eye(3, dtype=torch.float64).expand(5, 3, 3), torch.full((5,), torch.inf)
+    found = observe(shaped.Gradients(torch.arange(2), zero + 1.0, {"query": zero[:1], "value": zero[:1] + 1e-30}, {}, one, V, never))
+    assert found["query 0"].tolist() == found["value 0"].tolist() == [-50.0] * 5
+    assert found["tokens 0"].tolist() == [0.0] * 5
 
 
 def test_settings_have_seeds_of_their_own():

@@ -40,6 +40,8 @@ BYTES, MOST = {"cpu": 2**29, "cuda": 2**34}, 2**14
 STATES = 50
 """Tensors of m x n numbers that autograd keeps for the way back through a block, at most."""
 LOSSES: dict[str, Loss] = {"squared error": squared_error, "cross-entropy": cross_entropy}
+FLOOR = -50.0
+"""Smaller logarithms of gradients count as this. Where tokens are long, softmax saturates, and its gradient may even underflow to zero."""
 FLAT = 1e-9
 """A quantity with a smaller spread is a constant with rounding errors, such as the trace of normed tokens without an epsilon."""
 
@@ -126,7 +128,8 @@ def observe(gradients: shaped.Gradients) -> dict[str, Tensor]:
     d, m = len(gradients.tokens) - 1, gradients.V.shape[-1]
     layers = sorted({*range(0, d, EVERY), d - 1})
     weights = {name: rows for name, rows in gradients.weights.items() if m > 1 or name not in ("query", "key")}
-    found = {f"{name} {layer}": rows[layer].log() for name, rows in (weights | {"tokens": gradients.tokens}).items() for layer in layers}
+    squares = weights | {"tokens": gradients.tokens}
+    found = {f"{name} {layer}": rows[layer].log().clamp(min=FLOOR) for name, rows in squares.items() for layer in layers}
     found |= {"loss": gradients.loss.log(), "trace": gradients.V.diagonal(dim1=-2, dim2=-1).sum(-1).log()}
     return found if m == 1 else found | {"rho": correlation(gradients.V)[:, 0, 1]}
 
@@ -135,7 +138,7 @@ def compare(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Any]:
     """Distances and differences of correlations with their p-values. `one` is autograd's."""
     names = [name for name in one if one[name].std() > FLAT]
     rows = [torch.stack([sample[name] for name in names]) for sample in (one, other)]
-    assert all(part.isfinite().all() for part in rows), "gradients must be positive and finite, got others"
+    assert all(part.isfinite().all() for part in rows), "gradients, loss and covariance must be finite, got others"
     ks = find_ks(*rows)
     partners = [name for name in ("loss", "trace", "rho") if name in names]
     norms = [place for place, name in enumerate(names) if name not in partners]
