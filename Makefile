@@ -36,7 +36,7 @@ verify: .venv/installed hf-common
 	PYTHONPATH=tests $(bin)/python tests/damage.py --count 1000
 	PYTHONPATH=tests:tests/figures $(bin)/python tests/figures/damaged_figures.py --count 1000
 	PYTHONPATH=tests/layers $(bin)/python tests/layers/explicit.py --networks 200000
-	PYTHONPATH=tests/gradients $(bin)/python tests/gradients/autograd_networks.py --networks 20000
+	PYTHONPATH=tests/gradients $(bin)/python tests/gradients/verify_gradients.py --networks 20000 --subset
 	$(bin)/python benchmarks/steps.py --tokens 4,16
 	PYTHONPATH=tests/hf $(bin)/python tests/hf/families.py --width 64 --depth 6 --models 64
 	$(bin)/python benchmarks/mutation/mutations.py --count 100 --least 0.85 --out out/mutations-sample.json

@@ -1,24 +1,19 @@
-"""Gradients of networks with explicit weights by autograd, and the layers for which they are compared with `backpropagate`.
+"""Gradients of networks with explicit weights by autograd, and the layers for which the tests compare them with `backpropagate`."""
 
-    PYTHONPATH=tests/gradients python tests/gradients/autograd_networks.py --networks 100000
-
-compares every layer with that many networks, m = 1, 3, 8 and n = 16, 64. The tests take fewer.
-"""
-
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from two_samples import find_ks
 
 import shaped
 from shaped import AttentionBranch, FeedForwardBranch, Norm, ResidualBlock, Weights
 from shaped.covariance import vech
 from shaped.gradients.network import name_parameters
 from shaped.testing.law import draw_tokens
-from shaped.testing.stats import KS_AT_Z, assert_same_moments, generator, seed
+from shaped.testing.stats import KS_AT_Z, assert_same_moments, seed
 
 OUTPUTS = 5
 UNSHAPED: dict[str, Any] = {"identity": False, "centre": False, "temperature": False}
@@ -63,20 +58,29 @@ Loss = Callable[[Tensor], Tensor]
 
 def differentiate(layer: shaped.Layer, V0: Tensor, n: int, d: int, loss: Loss, networks: int, g: torch.Generator) -> dict[str, Tensor]:
     """What `summarise` returns, by autograd, for networks with explicit weights, all of them at once."""
-    how: dict[str, Any] = {"generator": g, "dtype": torch.float64}
-    module = layer.module(n, dtype=torch.float64)
-    names = name_parameters([path for path, _ in module.named_parameters()])
+    return summarise(find_gradients(layer, V0, n, d, loss, networks, g))
+
+
+def find_gradients(layer: shaped.Layer, V0: Tensor, n: int, d: int, loss: Loss, networks: int, g: torch.Generator) -> shaped.Gradients:
+    """What `backpropagate` returns, by autograd through `layer.module(n)`, on the generator's device.
+
+    Every network has weights of its own, which stand in place of the module's.
+    """
+    how: dict[str, Any] = {"generator": g, "device": g.device, "dtype": torch.float64}
+    module = layer.module(n, dtype=torch.float64).to(g.device)
+    shapes = {path: weight.shape for path, weight in module.named_parameters()}
+    names = name_parameters(list(shapes))
     states = [draw_tokens(V0, n, g, (networks,)).requires_grad_()]
     weights = []
     for _ in range(d):
-        drawn = {path: torch.randn(networks, *weight.shape, **how).requires_grad_() for path, weight in module.named_parameters()}
+        drawn = {path: torch.randn(networks, *shape, **how).requires_grad_() for path, shape in shapes.items()}
         weights.append(drawn)
         states.append(functional_call(module, drawn, (states[-1],)))
     losses = loss(states[-1] @ torch.randn(networks, n, OUTPUTS, **how) / n**0.5)
     flat = [drawn[path] for drawn in weights for path in names.values()]
     squares = [gradient.square().sum((-2, -1)).detach() for gradient in torch.autograd.grad(losses.sum(), [*states, *flat])]
     X = states[-1].detach()
-    found = shaped.Gradients(
+    return shaped.Gradients(
         torch.arange(d + 1) / n,
         torch.stack(squares[: d + 1]),
         {name: torch.stack(squares[d + 1 + place :: len(names)]) for place, name in enumerate(names)},
@@ -85,7 +89,6 @@ def differentiate(layer: shaped.Layer, V0: Tensor, n: int, d: int, loss: Loss, n
         X @ X.mT / n,
         torch.full((networks,), torch.inf),
     )
-    return summarise(found)
 
 
 def summarise(gradients: shaped.Gradients) -> dict[str, Tensor]:
@@ -120,38 +123,5 @@ def assert_one_law(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def find_distances(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
     """Kolmogorov-Smirnov distances, by name."""
-    found = {}
-    for name, values in one.items():
-        x, y = values.sort().values, other[name].sort().values
-        at = torch.cat([x, y])
-        shares = [torch.searchsorted(z, at, right=True) / len(z) for z in (x, y)]
-        found[name] = (shares[0] - shares[1]).abs().max().item()
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", type=int, default=100_000)
-    parser.add_argument("--depth", type=int, default=12)
-    options = parser.parse_args()
-    for n, networks in ((16, options.networks), (64, options.networks // 16)):
-        for m in (1, 3, 8):
-            V0 = shaped.equicorrelated(m, 0.2)
-            for place, (name, layer) in enumerate(LAYERS.items()):
-                loss, part = (squared_error, cross_entropy)[place % 2], min(networks, 2000 * 16**2 // n**2)
-                g = generator(1000 + place)
-                parts = [differentiate(layer, V0, n, options.depth, loss, part, g) for _ in range(networks // part)]
-                explicit = {key: torch.cat([found[key] for found in parts]) for key in parts[0]}
-                exact, wrong = (
-                    simulate(layer, V0, n, options.depth, loss, networks, 7 + independent, independent=independent)
-                    for independent in (False, True)
-                )
-                distances = [max(find_distances(explicit, law).values()) for law in (exact, wrong)]
-                print(
-                    f"n = {n}, m = {m}, {name}: largest distance {distances[0]:.4f}, of independent matrices {distances[1]:.4f}", flush=True
-                )
-                assert_one_law(explicit, exact)
-
-
-if __name__ == "__main__":
-    main()
+    rows = (torch.stack([sample[name] for name in one]) for sample in (one, other))
+    return dict(zip(one, find_ks(*rows).value.tolist(), strict=True))

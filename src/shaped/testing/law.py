@@ -38,9 +38,9 @@ def check_module(
 
 def draw_tokens(V: Tensor, n: int, g: torch.Generator, batch: tuple[int, ...] = ()) -> Tensor:
     """Tokens with covariance V in a uniformly random direction: whitened normals, so that no convention of a factorisation enters."""
-    Z = torch.randn(*batch, len(V), n, generator=g, dtype=torch.float64)
+    Z = torch.randn(*batch, len(V), n, generator=g, dtype=torch.float64, device=g.device)
     values, vectors = torch.linalg.eigh(Z @ Z.mT)
-    return math.sqrt(n) * torch.linalg.cholesky(V) @ (vectors / values.sqrt()[..., None, :] @ vectors.mT @ Z)
+    return math.sqrt(n) * torch.linalg.cholesky(V).to(Z) @ (vectors / values.sqrt()[..., None, :] @ vectors.mT @ Z)
 
 
 def check_drift_of_branch(
