@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ def assert_covariance(samples: Tensor, expected: Tensor, *, bias: float = 0.0, z
     assert_products([(1.0, samples - samples.mean(0))], expected, bias=bias, z=z)
 
 
-def assert_products(parts: list[tuple[float, Tensor]], expected: Tensor, *, bias: float = 0.0, z: float = Z) -> None:
+def assert_products(parts: Sequence[tuple[float, Tensor]], expected: Tensor, *, bias: float = 0.0, z: float = Z) -> None:
     """The mean of sum_k w_k x_k[:, i] x_k[:, j] over the samples is `expected`, [p, p], entry by entry; a part is (w_k, x_k [sample, p]).
 
     Mean and variance of the products come from matrix products. The products of every sample would take ten times as long.
