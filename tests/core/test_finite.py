@@ -54,7 +54,7 @@ def test_the_path_is_chosen_by_the_layers():
 
 def test_figure_1s_network_has_the_sdes_law():
     """n = 200, d = 150, m = 4, 4096 samples each: as close as two samples of one law."""
-    limit = shaped.solve(FIGURE_1, V0, T=0.75, steps=300, samples=4096, seed=seed(72), record="last", upper=1e4)
+    limit = shaped.solve(FIGURE_1, V0, T=0.75, steps=75, samples=4096, seed=seed(72), record="last", upper=1e4)
     network = shaped.propagate(FIGURE_1, V0, n=200, d=150, samples=4096, seed=seed(73), record="last", upper=1e4)
     assert_one_law(limit, network)
     if os.environ.get("SHAPED_FREE_SEEDS") != "1":  # with fresh seeds one in twenty is outside the band by its definition
@@ -66,8 +66,8 @@ def test_figure_1s_network_has_the_sdes_law():
 
 
 def test_beyond_the_paper_heads_mask_and_projection_follow_their_sde():
-    block = shaped.ShapedAttention(0.5, heads=8, project=True, mask="causal") >> shaped.ShapedFeedForward(0.5, 0.5, -0.5)
-    limit = shaped.solve(block, V0, T=0.5, steps=200, samples=8000, seed=seed(75), record="last", upper=1e4)
+    block = shaped.ShapedAttention(0.5, heads=4, project=True, mask="causal") >> shaped.ShapedFeedForward(0.5, 0.5, -0.5)
+    limit = shaped.solve(block, V0, T=0.5, steps=50, samples=8000, seed=seed(75), record="last", upper=1e4)
     network = shaped.propagate(block, V0, n=160, d=80, samples=8000, seed=seed(76), record="last", upper=1e4)
     assert_one_law(limit, network)
 

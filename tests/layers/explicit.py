@@ -23,6 +23,7 @@ from shaped.testing.law import draw_tokens
 from shaped.testing.stats import assert_same_moments, generator, random_covariance, seed
 
 M, N = 3, 16
+SIZES = Sizes(N)
 V0 = random_covariance(M, 50)
 BIAS = torch.tensor([[0.0, 1.0, -1.0], [0.5, 0.0, float("-inf")], [0.3, -0.2, 0.1]], dtype=torch.float64)
 ONE_TOKEN = torch.eye(M, dtype=torch.bool)[[0, 0, 1, 1]][:, None].expand(4, M, M)  # heads of a group see the same token
@@ -87,11 +88,11 @@ class Watched(nn.Module):
         return x, entropies[-1]
 
 
-def draw_explicit(layer: shaped.Layer, networks: int, number: int, d: int = 1) -> Tensor:
+def draw_explicit(layer: shaped.Layer, networks: int, number: int, d: int = 1, sizes: Sizes = SIZES) -> Tensor:
     """d layers of networks with explicit weights, all networks at once: what `join` returns."""
     g = generator(number)
-    X, entropy = draw_tokens(V0, N, g, (networks,)), torch.zeros(networks)
-    module = Watched(layer.module(N, dtype=torch.float64))
+    X, entropy = draw_tokens(V0, sizes.n, g, (networks,)), torch.zeros(networks)
+    module = Watched(layer.module(sizes.n, sizes.n_k, dtype=torch.float64))
     run = vmap(lambda weights, x: functional_call(module, weights, (x,)), chunk_size=2000)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")  # vmap has no rule for some operations in place
@@ -119,6 +120,14 @@ def draw_law(layer: shaped.Layer, path: str, samples: int, number: int, d: int =
 def join(V: Tensor, entropy: Tensor) -> Tensor:
     """The upper triangle of V and the entropy of attention, beside each other, [network, p + 1]; without attention V alone."""
     return torch.cat([vech(V), entropy[:, None]], 1) if entropy.any() else vech(V)
+
+
+def find_distance(one: Tensor, other: Tensor) -> float:
+    """The largest Kolmogorov-Smirnov distance between columns."""
+    x, y = one.T.sort(-1).values.contiguous(), other.T.sort(-1).values.contiguous()
+    at = torch.cat([x, y], -1).contiguous()
+    shares = [torch.searchsorted(z, at, right=True) / z.shape[-1] for z in (x, y)]
+    return (shares[0] - shares[1]).abs().max().item()
 
 
 def main() -> None:

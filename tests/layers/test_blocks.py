@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from explicit import ALIBI, BLOCKS, LN, ONE_TOKEN, RMS, V0, M, N, attention, draw_explicit, draw_law, feedforward
+from explicit import ALIBI, BLOCKS, LN, ONE_TOKEN, RMS, V0, M, N, attention, draw_explicit, draw_law, feedforward, find_distance
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -115,14 +115,6 @@ def test_a_deep_network_has_the_law_of_explicit_weights():
         assert isinstance(feed_forward, ResidualBlock)
         wrong = replace(feed_forward, gamma=1.2)
         assert find_distance(one, draw_law(layer.layers[0] >> wrong, path_of(layer), 6000, 55, d=4)) > allowed
-
-
-def find_distance(one: Tensor, other: Tensor) -> float:
-    """The largest Kolmogorov-Smirnov distance between columns."""
-    x, y = one.T.sort(-1).values.contiguous(), other.T.sort(-1).values.contiguous()
-    at = torch.cat([x, y], -1).contiguous()
-    shares = [torch.searchsorted(z, at, right=True) / z.shape[-1] for z in (x, y)]
-    return (shares[0] - shares[1]).abs().max().item()
 
 
 @pytest.mark.parametrize("name", ["grouped, rotary", "SwiGLU, norm and post"])

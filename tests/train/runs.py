@@ -1,6 +1,8 @@
 """Runs of tests, and what they leave."""
 
+import multiprocessing
 import os
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -15,6 +17,23 @@ from shaped.train.run.settings import Settings
 
 def quiet(settings: Settings, **how) -> Result:
     return pretrain(settings, log=lambda line: None, **how)
+
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["shaped.train.run.loop"])
+
+
+def start(settings: Settings, **environment: str) -> BaseProcess:
+    """A run in a process of its own, forked from one that has loaded the library: a new interpreter would load it for seconds."""
+    process = FORKSERVER.Process(target=_run, args=(settings, environment))
+    process.start()
+    return process
+
+
+def _run(settings: Settings, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    quiet(settings)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

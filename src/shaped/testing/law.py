@@ -12,7 +12,7 @@ from shaped.covariance import factor, vech
 from shaped.finite import propagate
 from shaped.layers.base import Layer, ResidualLayer, Sizes
 from shaped.randomness import Stream
-from shaped.testing.stats import assert_mean, assert_rejected, assert_same_moments, generator, random_covariance, seed
+from shaped.testing.stats import assert_products, assert_rejected, assert_same_moments, generator, random_covariance, seed, split_samples
 
 CPU = torch.device("cpu")
 
@@ -104,13 +104,14 @@ def _branch_drifts(layer: ResidualLayer, V: Tensor, sizes: Sizes, samples: int) 
     Given F, the mean over the values' weights is exact, E[V'] = lam² V + gamma² F Fᵀ, so only F is drawn. Logits and hidden features
     come in pairs of both signs, which removes everything that is odd in them.
     """
-    L = factor(V.expand(samples, *V.shape))
-    pair, same_draws = [], seed(55)
-    for source in (Stream, MirroredStream):
-        slices = layer.branch(L, sizes, source(same_draws, 0, dtype=V.dtype, device=CPU))
-        inside = torch.stack([F @ F.mT for F in slices]).mean(0)
-        pair.append(sizes.n * ((layer.shortcut**2 - 1) * V + layer.gamma**2 * inside))
-    return vech((pair[0] + pair[1]) / 2)
+    drifts, same_draws = list[Tensor](), seed(55)
+    for number, block in enumerate(split_samples(samples)):
+        L, insides = factor(V.expand(block, *V.shape)), list[Tensor]()
+        for source in (Stream, MirroredStream):
+            slices = layer.branch(L, sizes, source(same_draws, number, dtype=V.dtype, device=CPU))
+            insides.append(torch.stack([F @ F.mT for F in slices]).mean(0))
+        drifts.append(sizes.n * ((layer.shortcut**2 - 1) * vech(V) + layer.gamma**2 * vech(insides[0] + insides[1]) / 2))
+    return torch.cat(drifts)
 
 
 def check_drift_of_steps(layer: Layer, m: int = 3, n: int = 128, samples: int = 2_000_000, reject: bool = True) -> None:
@@ -148,19 +149,18 @@ def check_Sigma_of_steps(layer: Layer, m: int = 3, n: int = 64, samples: int = 4
     V = random_covariance(m, 57)
     Sigma = layer.Sigma(V)
 
-    def scaled_squares(n: int) -> Tensor:
+    def draw_centred(n: int) -> Tensor:
         V1 = propagate(layer, V, n=n, n_k=n_k, d=1, samples=samples, seed=seed(58), record="last").V[-1]
-        x = vech(V1 - V1.mean(0))
-        return n * x[:, :, None] * x[:, None, :]
+        return vech(V1 - V1.mean(0))
 
-    once, twice = scaled_squares(n), scaled_squares(2 * n)
+    once, twice = (n, draw_centred(n)), (2 * n, draw_centred(2 * n))
     C = 25.0 * Sigma.max().item()
-    assert_mean(once, Sigma, bias=C / n)
-    assert_mean(twice, Sigma, bias=C / (2 * n))
-    extrapolated = 2 * twice - once  # the bias cancels
-    assert_mean(extrapolated, Sigma, bias=0.01 * Sigma.max().item())
+    assert_products([once], Sigma, bias=C / n)
+    assert_products([twice], Sigma, bias=C / (2 * n))
+    extrapolated = [(4 * n, twice[1]), (-n, once[1])]  # twice that at 2n, less that at n: the bias cancels
+    assert_products(extrapolated, Sigma, bias=0.01 * Sigma.max().item())
     for wrong in (0.95, 1.05):
-        assert_rejected(lambda wrong=wrong: assert_mean(extrapolated, wrong * Sigma, bias=0.01 * Sigma.max().item()))
+        assert_rejected(lambda wrong=wrong: assert_products(extrapolated, wrong * Sigma, bias=0.01 * Sigma.max().item()))
 
 
 def check_survival(layer: Layer, m: int = 3, widths: tuple[int, ...] | None = None) -> None:

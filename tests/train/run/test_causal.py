@@ -2,8 +2,7 @@
 
 import json
 import math
-import subprocess
-import sys
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from shaped.train.run_records import read_runs
 from shaped.train.step.stepper_cache import StepperCache
 from shaped.train.tables import table1
 from train.conftest import KNOWN, LENGTH, UNIFORM
-from train.runs import ENVIRONMENT, command, curve, quiet, weights
+from train.runs import curve, quiet, start, weights
 
 
 @pytest.fixture
@@ -61,8 +60,13 @@ def test_two_processes_have_the_loss_curve_of_one(causal: Settings, text: Path, 
     tiny = replace(causal, data=tmp_path / "data", steps=18, borders="respect", log_every=2, evaluate_every=9)
     quiet(tiny)
     both = replace(tiny, out=tmp_path / "both")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
-    subprocess.run([*torchrun, *command(both)], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    processes = [start(both, RANK=str(rank), **meeting) for rank in range(2)]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
     one, two = ([line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line] for folder in (tiny.out, both.out))
     assert len(one) == 9 + 2
     assert two == pytest.approx(one, rel=1e-5)

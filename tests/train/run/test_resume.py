@@ -6,7 +6,6 @@ import os
 import resource
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -32,22 +31,22 @@ from shaped.train.run.settings import Settings
 from shaped.train.run.stopping import Stopped
 from shaped.train.step.stepper_cache import StepperCache
 from train.conftest import status
-from train.runs import ENVIRONMENT, command, curve, quiet, weights
+from train.runs import command, curve, quiet, start, weights
 
 
 def test_killed_and_resumed_is_bit_exact(tiny: Settings, tmp_path: Path):
-    """SIGKILL after a checkpoint was written, at a moment of no one's choosing; then the same command."""
+    """SIGKILL after a checkpoint was written, at a moment of no one's choosing; then the same run."""
     killed = replace(tiny, out=tmp_path / "killed")
     quiet(tiny)
-    process = subprocess.Popen([sys.executable, *command(killed)], env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process, said = start(killed), list[str]()
     patience = time.monotonic() + 60
     while not (killed.out / "checkpoints" / "step-00000040").exists() and time.monotonic() < patience:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not (killed.out / "result.json").exists(), "it was too late to kill it"
-    done = subprocess.run([sys.executable, *command(killed)], env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    assert "going on from step" in done.stderr
+    pretrain(killed, log=said.append)
+    assert "going on from step" in said[0]
     assert curve(killed.out) == curve(tiny.out)
     one, other = weights(tiny.out), weights(killed.out)
     assert one.keys() == other.keys()
@@ -176,23 +175,23 @@ def test_the_status_of_a_run_whose_time_is_over_is_its_own(
     assert status(monkeypatch, "pretrain", "--config", config) == 0
 
 
-def test_a_second_run_in_a_folder_is_refused(tiny: Settings, tmp_path: Path):
+def test_a_second_run_in_a_folder_is_refused(tiny: Settings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """While the first one lives, by one line and without harm; and no longer, once that was killed."""
     long = replace(tiny, steps=100_000)
-    first = subprocess.Popen([sys.executable, *command(long)], env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = start(long)
     try:
         patience = time.monotonic() + 60
         while not (long.out / "checkpoints").exists() and time.monotonic() < patience:
             time.sleep(0.01)
-        second = subprocess.run([sys.executable, *command(long)], env=ENVIRONMENT, capture_output=True, text=True)
-        assert second.returncode == 2
-        assert second.stderr == f"shaped: out must be a folder in which no other process works, got {long.out}, where one does\n"
-        assert first.poll() is None
+        assert status(monkeypatch, *command(long)[2:]) == 2
+        said = capsys.readouterr().err
+        assert said == f"shaped: out must be a folder in which no other process works, got {long.out}, where one does\n"
+        assert first.is_alive()
         with pytest.raises(Busy):
             quiet(long)
     finally:
         first.kill()
-        first.wait()
+        first.join()
     assert (long.out / ".lock").exists()  # it had no time to remove it
     with pytest.raises(Stopped, match="the time is over"):
         quiet(replace(long, minutes=0.0))
