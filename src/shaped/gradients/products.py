@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from shaped.covariance import Matrix, eigen_factor
+from shaped.covariance import Matrix, factor
 from shaped.randomness import Stream
 
 Tokens = Float[Tensor, "batch m n"]
@@ -54,6 +54,10 @@ class Products:
             self._last = X, ticket, F
         _, ticket, F = self._last
         return Product.apply(ticket, F, draw(self.forward, F), name, self)
+
+    def share_basis(self, X: Tokens, ticket: Tensor, F: Tensor) -> None:
+        """Products of this X have this basis."""
+        self._last = X, ticket, F
 
     def forget(self) -> None:
         """Forgets the last X. No later product has it."""
@@ -125,13 +129,8 @@ def find_basis_by_reflections(X: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def find_root(K: Float[Tensor, "batch m m"]) -> Float[Tensor, "batch m m"]:
-    """C with C Cᵀ = K, for a K of any rank: a loss of few outputs has gradients D of low rank, which Cholesky's factor does not survive."""
-    C, alike = try_cholesky(K)
-    if alike.any():
-        length = K[alike].diagonal(dim1=-2, dim2=-1).sqrt()[..., None]
-        inverse = torch.where(length > 0.0, 1.0 / length, 0.0)
-        C[alike] = length * eigen_factor(K[alike] * inverse * inverse.mT)
-    return C
+    """C with C Cᵀ = K, for a K of any rank: a loss of few outputs has gradients D of low rank."""
+    return factor(K)
 
 
 def try_cholesky(K: Matrix) -> tuple[Matrix, Bool[Tensor, "*batch"]]:
