@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from shaped.covariance import Matrix, factor
+from shaped.covariance import Matrix, eigen_factor
 from shaped.randomness import Stream
 
 Tokens = Float[Tensor, "batch m n"]
@@ -129,8 +129,14 @@ def find_basis_by_reflections(X: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def find_root(K: Float[Tensor, "batch m m"]) -> Float[Tensor, "batch m m"]:
-    """C with C Cᵀ = K, for a K of any rank: a loss of few outputs has gradients D of low rank."""
-    return factor(K)
+    """C with C Cᵀ = K, for a K of any rank: a loss of few outputs has gradients D of low rank, for which Cholesky's algorithm fails."""
+    C, info = torch.linalg.cholesky_ex(K)
+    failed = info > 0
+    if failed.any():
+        length = K[failed].diagonal(dim1=-2, dim2=-1).sqrt()[..., None]
+        inverse = torch.where(length > 0.0, 1.0 / length, 0.0)
+        C[failed] = length * eigen_factor(K[failed] * inverse * inverse.mT)
+    return C
 
 
 def try_cholesky(K: Matrix) -> tuple[Matrix, Bool[Tensor, "*batch"]]:
