@@ -11,11 +11,11 @@ orthonormal basis of the n features. In this basis, its frame,
 
 So $X = [L, 0, 0]$ and $G = [G_1, T, 0]$ with m, m and 2m columns.
 
-Backward, a frame is left for that of the layer before, in which Y has the basis O. Let the gradient with respect to Y, without the share of
-the next matrices, be $a\,O + E$, where E is across Y. The layers behind saw Y only, and any rotation that keeps Y keeps their law. Thus, given
-$E E^\top = R R^\top$, $E = R\,U$ with U uniform: m orthonormal rows across Y, $U = S^{-1} N$ for normals N with $N N^\top = S S^\top$. The share of
-the next matrices across Y is $C N'$ with other normals N' (`shaped.gradients.products`). Of both N and N' the columns in the frame are drawn,
-and one triangle for all others.
+Backward, a frame is left for that of the layer before, in which Y has the basis O. Let the gradient with respect to Y, without the share
+of the next matrices, be $a\,O + E$, where E is across Y. The layers behind saw Y only, and a rotation that keeps Y keeps their law. Thus,
+given $E E^\top = R R^\top$, $E = R\,U$ with m uniform orthonormal rows across Y: $U = S^{-1} N$ for normals N with $N N^\top = S S^\top$.
+The share of the next matrices across Y is $C N'$ with other normals N' (`shaped.gradients.products`). Of both N and N' the columns in the
+frame are drawn, and one triangle for all others.
 """
 
 from __future__ import annotations

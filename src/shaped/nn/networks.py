@@ -54,7 +54,7 @@ class RandomAttention(nn.Module):
 
     @property
     def outlet(self) -> str | None:
-        """The name of the matrix that makes the features of the result. Several heads side by side have none: each makes features of its own."""
+        """The name of the matrix that makes the features of the result. Heads side by side have none: each makes its own features."""
         return "output" if self.output is not None else "value" if self.heads == 1 else None
 
     def forward(self, x: X) -> X:
