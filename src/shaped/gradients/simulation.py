@@ -20,7 +20,7 @@ from shaped.gradients.result import Gradients
 from shaped.layers.base import Layer, Sizes, check_layer
 from shaped.randomness import Stream
 
-MEMORY = {"cpu": 3 * 2**28, "cuda": 2**33}
+MEMORY = {"cpu": 2**30, "cuda": 2**33}
 """Bytes of the tensors that a block of networks keeps for its way back. glibc's allocator may waste half as much again."""
 MOST = 2**12
 """Networks in a block."""
