@@ -94,7 +94,7 @@ def time_wide(n: int = 4096, d: int = 96, m: int = 8) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/gradients.json"))
-    parser.add_argument("--samples", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=1222)  # two full blocks of float32
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
