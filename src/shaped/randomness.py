@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 StreamState = tuple[Any, Tensor]
@@ -145,8 +145,8 @@ class Stream(Normals):
         if degrees < size:
             return self.matrices(like, size, degrees)
         T = like.new_zeros(size, size, len(like))
-        below = torch.tril_indices(size, size, -1, device=like.device)
-        T[below[0], below[1]] = self.normal(below.shape[1], len(like))
+        below = _places_below_diagonal(size, like.device)
+        T.view(size * size, len(like)).index_copy_(0, below, self.normal(len(below), len(like)))
         T.diagonal(dim1=0, dim2=1).copy_((2.0 * self._gamma((degrees - np.arange(size)) / 2.0, len(like))).sqrt_().T)
         T = T.permute(2, 0, 1)
         return T if like.stride(0) == 1 else T.contiguous()
@@ -161,6 +161,13 @@ class Stream(Normals):
             return torch.from_numpy(self._numpy.standard_gamma(shapes[:, None], (len(shapes), count)))
         wanted = _copy_to_device(tuple(shapes), self._device)[:, None].expand(-1, count)
         return torch.ops.aten._standard_gamma(wanted, self._torch)  # torch.distributions takes no generator
+
+
+@lru_cache(maxsize=64)
+def _places_below_diagonal(size: int, device: torch.device) -> Int[Tensor, " below"]:
+    """Of a matrix that is a vector, row by row."""
+    rows, columns = torch.tril_indices(size, size, -1, device=device)
+    return size * rows + columns
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,9 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shaped import engine
-from shaped.covariance import gram
 from shaped.gradients.network import WeightlessLayer
-from shaped.gradients.products import Products, draw_normals
+from shaped.gradients.products import Products
 from shaped.layers.base import Layer, Sizes
 from shaped.randomness import Stream
 
@@ -60,7 +58,7 @@ class Networks:
     def __init__(self, job: Job):
         self.job, self.layer = job, WeightlessLayer(job.layer, job.sizes, job.V0)
         self.products = Products(make_stream(job, "gradients"), make_stream(job, "gradients, backward"), job.independent)
-        self.start = engine.draw_start(job.V0, job.sizes.n, self.products.forward)
+        self.start = self.layer.draw_start(job.V0, self.products.forward)
         self.shown = job.V0
         self.end = torch.where(job.bounds.crossed(job.V0), 0, job.d + 1)
         """The layer after which each network stopped; d + 1 if none."""
@@ -72,7 +70,7 @@ class Networks:
         Y, drawn = self.layer.run(X, self.products)
         after = Y.detach()
         if watch:
-            self.stop(number, gram(after))
+            self.stop(number, self.layer.find_covariance(after))
         return (X, Y, drawn), after if self.running == len(X) else torch.where(self.is_running(number)[:, None, None], after, self.start)
 
     def stop(self, number: int, V: Float[Tensor, "batch m m"]) -> None:
@@ -93,8 +91,7 @@ class Networks:
     def find_loss(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """The losses, and their gradients with respect to the last tokens."""
         X = X.detach().requires_grad_()
-        outputs = self.products.multiply(X, "readout", partial(draw_normals, columns=self.job.outputs)) / math.sqrt(self.job.sizes.n)
-        self.products.forget()
+        outputs = self.layer.read_out(X, self.job.outputs, self.products)
         loss, running = check_loss(self.job.loss(outputs), outputs), self.is_running(self.job.d)
         if not loss[running].isfinite().all():
             raise ValueError(f"loss must be finite, got {loss[running & ~loss.isfinite()][0].item()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shaped import engine
+from shaped.gradients.frames import draw_in_frame, enter_frame, fits_frame, make_start
 from shaped.gradients.products import Draw, Products, Tokens, draw_normals, draw_pair
 from shaped.layers.base import Layer, Sizes
-from shaped.nn.networks import RandomAttention
+from shaped.nn.networks import RandomAttention, RandomFeedForward, Residual
 from shaped.randomness import Stream
 
 LEFT_OUT = ("branch", "branches", "weight")
@@ -49,7 +52,28 @@ class WeightlessLayer:
         for attention in module.modules():
             if isinstance(attention, RandomAttention) and attention.has_plain_logits:
                 join_draws(attention)
+        self.n = sizes.n
+        parts = list(module) if isinstance(module, nn.Sequential) else [module]
+        self.framed = fits_frame(like.shape[-1], sizes.n) and all(commutes_with_rotations(part) for part in parts)
+        """Are tokens in frames (`shaped.gradients.frames`), and not in n features?"""
+        if self.framed:
+            module = nn.Sequential(*(InFrame(self, part) for part in parts))
         self.module = module.to(like.device)
+
+    def draw_start(self, V0: Tensor, stream: Stream) -> Tokens:
+        """Tokens with covariance V0."""
+        return make_start(V0, self.n) if self.framed else engine.draw_start(V0, self.n, stream)
+
+    def find_covariance(self, X: Tokens) -> Tensor:
+        """V = X Xᵀ/n of tokens as this layer has them."""
+        return X @ X.mT / self.n
+
+    def read_out(self, X: Tokens, columns: int, products: Products) -> Tensor:
+        r"""$X W/\sqrt{n}$ for a matrix of so many columns."""
+        X = enter_frame(X, self.n, products) if self.framed else X
+        outputs = products.multiply(X, "readout", partial(draw_normals, columns=columns)) / math.sqrt(self.n)
+        products.forget()
+        return outputs
 
     def run(self, X: Tokens, products: Products) -> tuple[Tokens, dict[str, Tensor]]:
         """The tokens after the layer, and the weights that were drawn, by name."""
@@ -71,7 +95,7 @@ class WeightlessLayer:
         name, rows = matrix.name, matrix.shape[0]
         if name in self._used:
             raise ValueError(f"layer must use each matrix once, got {self.layer!r}, which uses {name} twice")
-        if X.ndim != 3 or X.shape[-1] != rows:
+        if not self.framed and (X.ndim != 3 or X.shape[-1] != rows):
             raise ValueError(f"layer must multiply {name} by tokens [batch, m, {rows}], got {self.layer!r} and shape {tuple(X.shape)}")
         assert self.products is not None
         self._used.add(name)
@@ -118,6 +142,29 @@ def join_draws(attention: RandomAttention) -> None:
         return mine
 
     query.draw, key.draw = draw_query, lambda stream, F: other.pop()
+
+
+def commutes_with_rotations(module: nn.Module) -> bool:
+    """Do rotated tokens give rotated tokens, in law? LayerNorm, for one, sums over features. Subclasses may compute something else."""
+    return (
+        type(module) is Residual
+        and module.norm is None
+        and type(module.branch) in (RandomAttention, RandomFeedForward)
+        and module.branch.outlet is not None
+    )
+
+
+class InFrame(nn.Module):
+    """A residual layer that computes in a frame of its own."""
+
+    def __init__(self, layer: WeightlessLayer, residual: Any):
+        super().__init__()
+        self.residual, self._layer = residual, layer
+        getattr(residual.branch, residual.branch.outlet).draw = partial(draw_in_frame, n=layer.n)
+
+    def forward(self, Y: Tensor) -> Tensor:
+        assert self._layer.products is not None
+        return self.residual(enter_frame(Y, self._layer.n, self._layer.products))
 
 
 class Unmade(TorchFunctionMode):

@@ -55,6 +55,10 @@ class Products:
         _, ticket, F = self._last
         return Product.apply(ticket, F, draw(self.forward, F), name, self)
 
+    def share_basis(self, X: Tokens, ticket: Tensor, F: Tensor) -> None:
+        """Products of this X have this basis."""
+        self._last = X, ticket, F
+
     def forget(self) -> None:
         """Forgets the last X. No later product has it."""
         self._last = None
@@ -79,8 +83,8 @@ class Basis(torch.autograd.Function):
         C = find_root(covariance)
         if O.shape[-2] == O.shape[-1] and not products.independent:  # X determines the matrices
             return along @ O, None
-        fresh = C @ products.backward.normal(len(C), C.shape[-1], O.shape[-1])
-        return fresh if products.independent else torch.baddbmm(fresh, along - fresh @ O.mT, O), None
+        fresh = torch.bmm(C, products.backward.normal(len(C), C.shape[-1], O.shape[-1]))
+        return fresh if products.independent else fresh.baddbmm_(along - torch.bmm(fresh, O.mT), O), None
 
 
 class Product(torch.autograd.Function):
@@ -90,15 +94,15 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, ticket: Tensor, F: Tensor, G: Tensor, name: str, products: Products) -> Tensor:
         ctx.name, ctx.products = name, products
         ctx.save_for_backward(F, G)
-        return F @ G
+        return torch.bmm(F, G)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (D,) = gradients
         F, G = ctx.saved_tensors
         # The norm of Xᵀ D = Oᵀ Fᵀ D. The trace of X Xᵀ D Dᵀ would lose half of the digits where the tokens are alike.
-        ctx.products.squares[ctx.name] = (F.mT @ D).square().sum((-2, -1))
-        return torch.cat([D @ G.mT, D @ D.mT], -1), None, None, None, None
+        ctx.products.squares[ctx.name] = torch.bmm(F.mT, D).square_().sum((-2, -1))
+        return torch.cat([torch.bmm(D, G.mT), torch.bmm(D, D.mT)], -1), None, None, None, None
 
 
 def find_basis(X: Tokens) -> tuple[Float[Tensor, "batch m r"], Float[Tensor, "batch r n"]]:
@@ -108,13 +112,13 @@ def find_basis(X: Tokens) -> tuple[Float[Tensor, "batch m r"], Float[Tensor, "ba
     """
     if X.shape[-2] > X.shape[-1]:
         return find_basis_by_reflections(X)
-    F, alike = try_cholesky(X @ X.mT)
-    eye = torch.eye(X.shape[-2], dtype=X.dtype, device=X.device)
-    if not alike.any():
-        return F, torch.linalg.solve_triangular(F, eye, upper=False) @ X
-    F[alike] = eye
-    O = torch.linalg.solve_triangular(F, eye, upper=False) @ X
-    F[alike], O[alike] = find_basis_by_reflections(X[alike])
+    F, alike = try_cholesky(torch.bmm(X, X.mT))
+    eye, some = torch.eye(X.shape[-2], dtype=X.dtype, device=X.device), bool(alike.any())
+    if some:
+        F[alike] = eye
+    O = torch.bmm(torch.linalg.solve_triangular(F, eye, upper=False), X)
+    if some:
+        F[alike], O[alike] = find_basis_by_reflections(X[alike])
     return F, O
 
 
@@ -125,12 +129,13 @@ def find_basis_by_reflections(X: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def find_root(K: Float[Tensor, "batch m m"]) -> Float[Tensor, "batch m m"]:
-    """C with C Cᵀ = K, for a K of any rank: a loss of few outputs has gradients D of low rank, which Cholesky's factor does not survive."""
-    C, alike = try_cholesky(K)
-    if alike.any():
-        length = K[alike].diagonal(dim1=-2, dim2=-1).sqrt()[..., None]
+    """C with C Cᵀ = K, for a K of any rank: a loss of few outputs has gradients D of low rank, for which Cholesky's algorithm fails."""
+    C, info = torch.linalg.cholesky_ex(K)
+    failed = info > 0
+    if failed.any():
+        length = K[failed].diagonal(dim1=-2, dim2=-1).sqrt()[..., None]
         inverse = torch.where(length > 0.0, 1.0 / length, 0.0)
-        C[alike] = length * eigen_factor(K[alike] * inverse * inverse.mT)
+        C[failed] = length * eigen_factor(K[failed] * inverse * inverse.mT)
     return C
 
 

@@ -21,7 +21,7 @@ from shaped.layers.base import Layer, Sizes, check_layer
 from shaped.randomness import Stream
 
 MEMORY = {"cpu": 2**30, "cuda": 2**33}
-"""Bytes of the tensors that a block of networks keeps for its way back. glibc's allocator may waste as much again."""
+"""Bytes of the tensors that a block of networks keeps for its way back. glibc's allocator may waste half as much again."""
 MOST = 2**12
 """Networks in a block."""
 
@@ -87,6 +87,8 @@ def backpropagate(
     entries, kept = probe(layer, sizes, V0)
     size, segment = plan(kept, d, V0.device)
     count = len(V0)
+    blocks = math.ceil(count / size)
+    size = math.ceil(count / blocks)  # blocks of equal size: a small one takes as many operations
 
     def job(block: int) -> Job:
         start = V0[block * size : (block + 1) * size]
@@ -100,7 +102,7 @@ def backpropagate(
         torch.empty(count, m, m, dtype=dtype, device=V0.device),
         torch.empty(count, dtype=torch.float64),
     )
-    for block, found in run_blocks(job, math.ceil(count / size), d, options):
+    for block, found in run_blocks(job, blocks, d, options):
         place = slice(block * size, (block + 1) * size)
         for part, into in zip(found, whole, strict=True):
             if into is whole.V:
@@ -140,7 +142,7 @@ def probe(layer: Layer, sizes: Sizes, V0: Tensor) -> tuple[dict[str, int], float
     like = V0[:1].expand(2, -1, -1)
     stream = Stream(0, 0, kind="probe", dtype=V0.dtype, device=V0.device)
     network = WeightlessLayer(layer, sizes, like)
-    X = engine.draw_start(like, sizes.n, stream).requires_grad_()
+    X = network.draw_start(like, stream).requires_grad_()
     return network.entries, network.count_bytes(X, Products(stream, stream)) / 2
 
 

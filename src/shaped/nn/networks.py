@@ -52,8 +52,13 @@ class RandomAttention(nn.Module):
         """Do queries and keys enter by their inner products alone? A norm or rotary positions look at more."""
         return not self.qk_norm and self.frequencies is None
 
+    @property
+    def outlet(self) -> str | None:
+        """The name of the matrix that makes the features of the result. Heads side by side have none: each makes its own features."""
+        return "output" if self.output is not None else "value" if self.heads == 1 else None
+
     def forward(self, x: X) -> X:
-        scale = 1.0 / math.sqrt(x.shape[-1])
+        scale = 1.0 / math.sqrt(self.value.shape[-2])
         query, key, value = (
             (x @ weight * scale).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for weight in (self.query, self.key, self.value)
         )
@@ -74,13 +79,16 @@ class RandomAttention(nn.Module):
 class RandomFeedForward(nn.Module):
     r"""$f(X) = \sigma_s(X W^{\text{pre}}/\sqrt{n})\sqrt{c/n}\,W^{\text{post}}$ (Eq. resnet)."""
 
+    outlet = "second"
+    """The name of the matrix that makes the features of the result."""
+
     def __init__(self, n: int, activation: Activation, **draw: Any):
         super().__init__()
         self.activation = activation
         self.first, self.second = draw_weights(n, n, **draw), draw_weights(n, n, **draw)
 
     def forward(self, x: X) -> X:
-        n = x.shape[-1]
+        n = self.first.shape[-2]
         return self.activation(x @ self.first / math.sqrt(n)) @ self.second * math.sqrt(self.activation.normaliser() / n)
 
 
