@@ -7,16 +7,19 @@ Compared are the logarithms of squared gradient norms of every weight and of the
 and of the last covariance: their distributions (Kolmogorov-Smirnov), and the correlations of gradients with loss and covariance.
 With one true law a run fails with a probability of at most 1 % (Bonferroni, over all comparisons).
 A run also fails if it accepts a law whose gamma is 5 % off, or independent matrices for the way back of shaped blocks.
+Finished settings are kept in a file of JSON lines beside `--out`; the same command goes on from there.
 """
 
 import argparse
+import json
 import math
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,25 @@ class Setting:
         )
 
 
+class Finished:
+    """What was found already, by name, in a file of JSON lines; without a path nothing is kept."""
+
+    def __init__(self, path: Path | None):
+        self.path, self.found = path, dict[str, dict[str, Any]]()
+        lines = path.read_text().splitlines() if path and path.exists() else []
+        for line in lines:
+            if line.endswith("}}"):  # an interrupted write ends without
+                self.found |= json.loads(line)
+
+    def find(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if name not in self.found:
+            self.found[name] = make()
+            if self.path:
+                with self.path.open("a") as file:
+                    file.write(f"\n{json.dumps({name: self.found[name]})}\n")
+        return self.found[name]
+
+
 def make_settings(networks: int, device: str, subset: bool) -> Iterator[Setting]:
     """All 60, or those of n = 16 with the two losses by turns."""
     number = 0
@@ -183,7 +205,7 @@ def check_setting(setting: Setting) -> dict[str, Any]:
 
 def scale_independent(n: int, d: int, networks: int, device: str) -> dict[str, Any]:
     """How far independent matrices are from the law, at layer 0 of d layers of shaped attention: intervals of 95 %."""
-    layer, V0 = shaped.ShapedAttention(0.5, 0.5), shaped.equicorrelated(3, CORRELATION)
+    began, layer, V0 = time.perf_counter(), shaped.ShapedAttention(0.5, 0.5), shaped.equicorrelated(3, CORRELATION)
     how: dict[str, Any] = {
         "n": n,
         "d": d,
@@ -197,7 +219,7 @@ def scale_independent(n: int, d: int, networks: int, device: str) -> dict[str, A
         observe(shaped.backpropagate(layer, V0, **how, seed=seed(3000 + 2 * (n + d) + independent), independent=independent))
         for independent in (False, True)
     )
-    row: dict[str, Any] = {"n": n, "d": d}
+    row: dict[str, Any] = {"n": n, "d": d, "seconds": shorten(time.perf_counter() - began)}
     for name in ("tokens 0", "query 0", "value 0"):
         x, y = exact[name], wrong[name]
         ks = find_ks(x[None], y[None])
@@ -268,14 +290,21 @@ def main() -> None:
     parser.add_argument("--subset", action="store_true", help="width 16, the two losses by turns, and independent matrices at n = 8 and 16")
     parser.add_argument("--out", type=Path, help="a JSON file")
     options = parser.parse_args()
-    networks, began = whole_number("networks", options.networks, least=100), time.perf_counter()
-    results = [check_setting(setting) for setting in make_settings(networks, options.device, options.subset)]
+    networks = whole_number("networks", options.networks, least=100)
+    finished = Finished(options.out and options.out.with_suffix(".jsonl"))
     widths = (8, 16) if options.subset else (8, 16, 32, 64, 128)
-    scaling = [scale_independent(n, d, networks, options.device) for n in widths for d in (3 * n // 4, n)]
+    scaling = [
+        finished.find(f"independent, n = {n}, d = {d}, {networks} networks", partial(scale_independent, n, d, networks, options.device))
+        for n in widths
+        for d in (3 * n // 4, n)
+    ]
+    settings = list(make_settings(networks, options.device, options.subset))
+    largest_first = [finished.find(f"{setting}, {networks} networks", partial(check_setting, setting)) for setting in reversed(settings)]
+    results = largest_first[::-1]
     summary, wrong = judge(results, networks)
     for name, value in summary.items():
         print(f"{name}: {value}")
-    seconds = time.perf_counter() - began
+    seconds = sum(found["seconds"] for found in (*results, *scaling))
     memory = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else None
     print(f"{seconds:.0f} s" + (f", {memory:.1f} GiB" if memory else ""))
     for line in wrong:
