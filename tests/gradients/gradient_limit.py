@@ -38,7 +38,10 @@ def trace(V: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShapedAttentionLimit:
-    r"""Forward and backward through shaped attention, in the limit. N is $\sqrt{n}$ times the logits, $L G L^\top/\tau_0$ with $L L^\top = V$."""
+    r"""Forward and backward through shaped attention, in the limit.
+
+    N is $\sqrt{n}$ times the logits, $L G L^\top/\tau_0$ with $L L^\top = V$ and normals G.
+    """
 
     gamma: float
     tau0: float = 1.0

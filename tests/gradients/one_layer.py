@@ -37,7 +37,7 @@ MIRRORED = Signs(*torch.cartesian_prod(*torch.tensor([[1.0, -1.0]] * 3, dtype=to
 
 
 class MirroredStream(Stream):
-    """Normals for the way back. With mirrored copies their rows are orthogonal, of length sqrt(n): the mean of their squares is the same."""
+    """Normals for the way back. With mirrored copies their rows are orthogonal, of length sqrt(n), which keeps their mean square."""
 
     signs = PLAIN
     last: Tensor | None = None
