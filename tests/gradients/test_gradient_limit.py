@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shaped
 from shaped.covariance import factor
-from shaped.testing.stats import assert_covariance, assert_mean, assert_rejected, assert_same_moments
+from shaped.testing.stats import assert_covariance, assert_mean, assert_rejected, assert_same_moments, generator
 
 SMALL = 1e-8
 """A step so short that all but its first order vanishes."""
@@ -20,8 +20,8 @@ SMALL = 1e-8
 
 def make_state(m: int) -> tuple[Tensor, Tensor, Tensor]:
     """V, R and C."""
-    eye = torch.linspace(0.7, 1.2, m, dtype=torch.float64)
-    V, R = 0.3 + eye.diag(), 2.0 * eye.flip(0).diag() - 0.4
+    V, R = (torch.linspace(*ends, m, dtype=torch.float64).diag() for ends in ((0.4, 2.0), (2.4, 1.4)))
+    V, R = V + 0.3, R - 0.4
     return V, R, torch.linspace(1.5, -2.5, m * m, dtype=torch.float64).reshape(m, m)
 
 
@@ -65,12 +65,21 @@ class Step:
 LIMIT = ShapedAttentionLimit(0.7, 0.5)
 
 
+def test_the_softmax_is_expanded_to_second_order():
+    N = torch.randn(3, 3, generator=generator(73), dtype=torch.float64)
+    for mask, bias in ((None, torch.zeros(3, 3)), ("causal", torch.full((3, 3), -torch.inf).triu(1))):
+        P, E, E2 = ShapedAttentionLimit(0.5, mask=mask).expand_softmax(N)
+        there, back = (torch.softmax(sign * 1e-4 * N + bias, -1) for sign in (1, -1))
+        assert torch.allclose((there - back) / 2e-4, E, atol=1e-7)
+        assert torch.allclose((there + back - 2 * P) / 2e-8, E2, atol=1e-6)
+
+
 @pytest.mark.parametrize(("m", "mask", "samples"), [(1, None, 200), (2, None, 700), (3, "causal", 600)])
 def test_one_layer_has_the_drift_of_the_limit(m, mask, samples):
     """One token keeps C."""
     limit, n = replace(LIMIT, mask=mask), 1024
     drawn, drift = draw_layer(limit, m, n, samples, 70, signs=MIRRORED), Step(limit, m).find_drift()
-    for changes, expected, bias in ((drawn.R, drift[1], 16 / n if m > 1 else 1 / n), (drawn.C, drift[2], 4 / n)):
+    for changes, expected, bias in ((drawn.R, drift[1], 16 / n if m > 1 else 1 / n), (drawn.C, drift[2], 20 / n * drift[2].abs())):
         rows = drawn.average(changes)
         assert_mean(rows, expected, bias=bias)
         for wrong in (0.95, 1.05) if expected.any() else ():
@@ -79,8 +88,8 @@ def test_one_layer_has_the_drift_of_the_limit(m, mask, samples):
 
 def test_one_layer_has_the_noise_of_the_limit():
     """That of the logits, network by network to leading order: alone, and for C also together with the overlaps."""
-    n, step = 1024, Step(LIMIT, 2)
-    drawn = draw_layer(LIMIT, 2, n, 400, 71, signs=MIRRORED)
+    limit, n = replace(LIMIT, tau0=1.0), 1024
+    step, drawn = Step(limit, 2), draw_layer(limit, 2, n, 400, 71, signs=MIRRORED)
     changes = torch.stack([drawn.V, drawn.R, drawn.C], -3) / n**0.5
     alone = step.find_noise(drawn.N, step.zero)
     together = step.find_noise(drawn.N, drawn.Xi) - alone
