@@ -111,13 +111,12 @@ def draw_changes(
     logits = products.drawn["query"] @ products.drawn["key"].mT / (layer.tau(n, n) * math.sqrt(n))
     assert backward.last is not None
     controls = (overlaps, square(logits) - torch.kron(V, V) / layer.tau0**2, square(backward.last[..., :m]) - torch.kron(eye, eye))
-    changes = (Y0 @ Y0.mT - n * V, n * (before @ before.mT - R), n * (before @ X0.mT - C))
-    return Changes(
-        *(change.unflatten(0, (copies, samples)) for change in changes),
-        logits[:samples],
-        (root @ across @ part.mT)[:samples] / layer.gamma,
-        torch.cat([vech(control).unflatten(0, (copies, samples)).mean(0) for control in controls], -1),
+    change_V, change_R, change_C = (
+        change.unflatten(0, (copies, samples)) for change in (Y0 @ Y0.mT - n * V, n * (before @ before.mT - R), n * (before @ X0.mT - C))
     )
+    overlap = (root @ across @ part.mT)[:samples] / layer.gamma
+    means = torch.cat([vech(control).unflatten(0, (copies, samples)).mean(0) for control in controls], -1)
+    return Changes(change_V, change_R, change_C, logits[:samples], overlap, means)
 
 
 def square(matrices: Tensor) -> Tensor:
