@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from autograd_networks import LAYERS, UNSHAPED, assert_one_law, cross_entropy, differentiate, simulate, squared_error
-from one_token import draw_networks, solve_limit
 from torch import Tensor, nn
 
 import shaped
@@ -50,16 +49,6 @@ def test_tokens_that_are_alike_have_autograds_law():
     explicit = differentiate(layer, V0, 16, 3, squared_error, 1500, generator(34))
     assert explicit["query 0"].max() < math.log(1e-15)
     assert_one_law(explicit, simulate(layer, V0, 16, 3, squared_error, 6000, 35))
-
-
-def test_one_token_follows_the_limit():
-    """Jointly with the loss and the last covariance. Independent matrices do not."""
-    limit = torch.stack(list(solve_limit(0.5, 100, 6000, 51).values()), -1)
-    drawn, wrong = (torch.stack(list(draw_networks(64, 0.5, 6000, 53, independent=way).values()), -1) for way in (False, True))
-    assert_same_moments(drawn, limit)
-    assert_rejected(lambda: assert_same_moments(wrong, limit))
-    uncoupled = torch.stack(list(solve_limit(0.5, 100, 6000, 51, coupled=False).values()), -1)
-    assert_same_moments(wrong, uncoupled)
 
 
 def draw_product(X: Tensor, D: Tensor, number: int, independent: bool = False) -> tuple[Tensor, Tensor, Products]:
