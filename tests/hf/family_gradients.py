@@ -78,9 +78,9 @@ def differentiate(config: PreTrainedConfig, ids: Tensor) -> dict[str, Tensor]:
 
 def make_model(config: PreTrainedConfig) -> nn.Module:
     if isinstance(config, ViTConfig):
-        return AutoModelForImageClassification.from_config(config)
+        return AutoModelForImageClassification.from_config(config, attn_implementation="eager")
     masked = config.model_type in MASKED or (isinstance(config, ShapedConfig) and not config.is_decoder)
-    return (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config)
+    return (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config, attn_implementation="eager")
 
 
 def split_block(block: nn.Module, config: PreTrainedConfig) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from shaped.hf.prediction.threads import Report, run_blocks
 from shaped.layers import AttentionBranch, FeedForwardBranch, Sizes
 from shaped.randomness import Stream
 
-STREAM_ENTRIES, LOGIT_ENTRIES, BLOCK_SAMPLES = 2**19, 2**22, 8
+STREAM_ENTRIES, LOGIT_ENTRIES, BLOCK_SAMPLES = 2**19, 2**22, 64
 """Samples are drawn together up to so many entries of the residual stream and of the logits."""
 MEMORY = 2**32
 """Bytes that all threads together keep, about."""

@@ -56,9 +56,7 @@ class Prediction:
         """The mean over models of "rho", "length", "rank" or "entropy", and its standard error (nan for one sample)."""
         if quantity not in QUANTITIES:
             raise ValueError(f"quantity must be one of {', '.join(QUANTITIES)}, got {quantity!r}")
-        values: Tensor = getattr(self, quantity)
-        spread = values.std(1) if values.shape[1] > 1 else torch.full_like(values[:, 0], torch.nan)
-        return values.mean(1), spread / values.shape[1] ** 0.5
+        return find_mean(getattr(self, quantity))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one .npz file: four arrays of float64, `info` as JSON, and the gradients if they have been drawn."""
@@ -95,6 +93,12 @@ class Prediction:
     def __repr__(self) -> str:
         layers, samples = self.entropy.shape
         return f"Prediction({self.info.get('name')}, {layers} layers, {samples} samples, {self.info.get('tokens')} tokens)"
+
+
+def find_mean(values: Float[Tensor, "stage sample"]) -> tuple[Float[Tensor, " stage"], Float[Tensor, " stage"]]:
+    """The mean over the samples, and its standard error (nan for one sample)."""
+    spread = values.std(1) if values.shape[1] > 1 else torch.full_like(values[:, 0], torch.nan)
+    return values.mean(1), spread / values.shape[1] ** 0.5
 
 
 def pack(entries: dict[str, Any]) -> np.ndarray:
