@@ -35,6 +35,7 @@ SHOWS = (
     "of the two laws from autograd; two samples of one law lie in the grey area in 95 % of cases."
 )
 MODELS = ("shaped", "qk_norm", "unshaped", "preln", "postln")
+TITLES = {"shaped": "shaped", "qk_norm": "shaped, QK-norm", "unshaped": "unshaped", "preln": "Pre-LN", "postln": "Post-LN"}
 SHAPED = MODELS[:2]
 FACES = ("exact", "autograd", "independent")
 OUTPUTS = 5
@@ -55,7 +56,7 @@ class Settings:
     samples: int = 3 * 2**14
 
 
-SCALES = {"quick": Settings(samples=2**9), "paper": Settings()}
+SCALES = {"quick": Settings(samples=2**8), "paper": Settings()}
 
 
 def settings(scale: str) -> Settings:
@@ -159,9 +160,6 @@ def judge_gradients(name: str, m: int, laws: dict[str, Logarithms], seed: int) -
     return rows
 
 
-TITLES = {"shaped": "shaped", "qk_norm": "shaped, QK-norm", "unshaped": "unshaped", "preln": "Pre-LN", "postln": "Post-LN"}
-
-
 def measure_distance(one: Float[np.ndarray, " sample"], other: Float[np.ndarray, " sample"]) -> float:
     """Kolmogorov-Smirnov."""
     at = np.concatenate([one, other])
@@ -175,8 +173,9 @@ def find_band(one: int, other: int) -> float:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import BLACK, COLOURS, GREY, SKY, make_panels
     from matplotlib.lines import Line2D
+
+    from shaped.figures.harness.style import BLACK, COLOURS, GREY, SKY, make_panels
 
     colours = COLOURS | {"qk_norm": SKY}
     figure, (norms, distances) = make_panels(2)
@@ -194,7 +193,6 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     distances.set(xlabel=r"layer $\ell$", ylabel="distance from autograd", xlim=(1, layer[-1]), ylim=(0, None))
     kinds = [("exact law", {"linestyle": "-"}), ("autograd", {"linestyle": "none", "marker": "o", "markersize": 2.5})]
     kinds.append(("independent weights", {"linestyle": "--", "linewidth": 0.9}))
-    handles, _ = norms.get_legend_handles_labels()
-    handles += [Line2D([], [], color=BLACK, label=label, **how) for label, how in kinds]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    norms.legend(handles=[Line2D([], [], color=BLACK, label=label, **how) for label, how in kinds], loc="lower left")
+    figure.legend(handles=norms.get_legend_handles_labels()[0], loc="outside upper center", ncols=5)
     return figure
