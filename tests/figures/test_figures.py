@@ -1,5 +1,7 @@
 """Each figure at a tiny scale: its claims point the right way, it is drawn from the disk alone, and a broken layer is noticed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from tiny import SETTINGS
 
 from shaped.figures.harness import cache, reproduce, simulator
 from shaped.figures.harness.simulator import Simulator
-from shaped.figures.pages import fig2
+from shaped.figures.pages import fig2, gradients
 from shaped.figures.shared import ensembles, laws
 from shaped.layers import attention, logits, masks
 from shaped.testing.stats import generator, seed
@@ -82,6 +84,29 @@ def test_query_gradients_of_tokens_that_nearly_coincide_are_not_rounding():
         query = module.get_parameter("branch.query")
         norms.append(torch.autograd.grad(loss, query)[0].norm().item())
     assert norms[0] / norms[1] == pytest.approx(100, rel=0.05)
+
+
+def test_fig2_the_law_has_the_texts_of_the_networks_and_their_gradients():
+    """Post-LN, whose tokens nearly coincide after so many layers: a mask that hides the first key must not cost digits."""
+    small = fig2.Settings(n=24, d=60, sequences=2)
+    seeds = [seed(4) + i for i in range(24)]
+    networks = np.stack([fig2.measure_gradient_norms(small, "postln", (3,), one, "cpu")[0] for one in seeds])
+    law = fig2.simulate_gradient_norms(small, "postln", 3, seeds, 0, "cpu")
+    one, other = (np.log10(norms[:, :, [0, 30, 59]]) for norms in (networks, law))
+    error = np.sqrt(one.var(0) / 23 + other.var(0) / 23)
+    assert (np.abs(one.mean(0) - other.mean(0)) < 5 * error).all()
+
+
+def test_gradients_notices_weights_that_are_independent(monkeypatch):
+    """The page's exact law loses its coupling; autograd's networks have theirs."""
+    whole, small = gradients.backpropagate, replace(gradients.SCALES["quick"], samples=2048)
+    logs = {face: gradients.simulate(small, "shaped", face, 3, seed(5) + place, "cpu") for place, face in enumerate(gradients.FACES[:2])}
+    distances = [gradients.measure_distance(logs["autograd"][0], logs["exact"][0])]
+    monkeypatch.setattr(gradients, "backpropagate", lambda *given, **how: whole(*given, **how | {"independent": True}))
+    wrong = gradients.simulate(small, "shaped", "exact", 3, seed(5), "cpu")
+    distances.append(gradients.measure_distance(logs["autograd"][0], wrong[0]))
+    band = gradients.find_band(small.samples, small.samples)
+    assert distances[0] < 1.6 * band < distances[1]  # 1.6 times the 95 % band is exceeded once in 10,000 cases
 
 
 def test_fig2_reads_python_source():

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import StepPatch
@@ -87,9 +87,9 @@ def fig2() -> Picture:
         for name, (label, colour) in models.items()
     ]
     curves += [
-        Curve(panel, numbers.add_bounds(f"{weight}_{name}_law", 5), UNNAMED, "--", BLACK)
+        Curve(panel, numbers.add_bounds(f"{weight}_{name}_law", 5), UNNAMED, "--", to_hex([part / 2 for part in to_rgb(colour)]))
         for panel, weight in enumerate(("value", "query"))
-        for name in models
+        for name, (_, colour) in models.items()
     ]
     return Picture(numbers.arrays, curves)
 

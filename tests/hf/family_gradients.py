@@ -73,7 +73,9 @@ def differentiate(config: PreTrainedConfig, ids: Tensor) -> dict[str, Tensor]:
     found = {"tokens": torch.stack([gradient.square().sum() for gradient in gradients if gradient is not None])}
     blocks = next(part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == depth)
     layers = [split_block(block, config) for block in blocks]
-    return found | {name: torch.stack([layer[name].square().sum() for layer in layers]) for name in layers[0]} | {"loss": loss.detach()[None]}
+    return (
+        found | {name: torch.stack([layer[name].square().sum() for layer in layers]) for name in layers[0]} | {"loss": loss.detach()[None]}
+    )
 
 
 def make_model(config: PreTrainedConfig) -> nn.Module:
@@ -164,7 +166,10 @@ def main() -> None:
         accepted.append(row["z"] < row["limit"])
         wrong = "" if row["wrongly tied"] is None else f"; wrongly tied {row['wrongly tied']:.1f}"
         verdict = "accepted" if accepted[-1] else "REJECTED"
-        print(f"{name:18} {verdict}: max |z| {row['z']:.2f} ({row['worst']}); limit {row['limit']:.2f}{wrong}; {row['seconds']:.0f} s", flush=True)
+        print(
+            f"{name:18} {verdict}: max |z| {row['z']:.2f} ({row['worst']}); limit {row['limit']:.2f}{wrong}; {row['seconds']:.0f} s",
+            flush=True,
+        )
     sys.exit(not all(accepted))
 
 

@@ -173,13 +173,13 @@ def format_measured(values: dict[str, list[Any]], stage: int) -> str:
 
 
 def format_power(values: dict[str, list[Any]], stage: int) -> str:
-    """1.23(4)e-05 is 1.23e-05 with a standard error of 0.04e-05. Empty beyond the last layer."""
+    """1.23(4)e-5 is 1.23e-5 with a standard error of 0.04e-5. Empty beyond the last layer."""
     if stage >= len(values["mean"]):
         return ""
     mean, error = values["mean"][stage], values["standard_error"][stage]
     power = math.floor(math.log10(mean)) if mean > 0.0 else 0
     scaled = {"mean": [mean / 10.0**power], "standard_error": [error and error / 10.0**power]}
-    return f"{format_measured(scaled, 0)}e{power:+03d}"
+    return f"{format_measured(scaled, 0)}e{power}"
 
 
 def draw(predictions: dict[str, Prediction]) -> bytes:

@@ -222,7 +222,7 @@ def judge_gradients(m: int, logs: dict[str, Float[np.ndarray, "network 2 layer"]
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from matplotlib.lines import Line2D
 
-    from shaped.figures.harness.style import BLACK, COLOURS, LINES, NAMES, make_panels
+    from shaped.figures.harness.style import BLACK, COLOURS, LINES, NAMES, darken, make_panels
 
     figure, panels = make_panels(2)
     for axes, weight, symbol in zip(panels, WEIGHTS, "VQ", strict=True):
@@ -231,7 +231,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
             axes.plot(arrays["layer"], value, color=COLOURS[name], label=NAMES[name])
             axes.fill_between(arrays["layer"], low, high, color=COLOURS[name], alpha=0.25, linewidth=0)
             mean, low, high = arrays[f"{weight}_{name}_law"].T
-            axes.plot(arrays["layer"], mean, LINES["sde"], color=BLACK, linewidth=0.7)
+            axes.plot(arrays["layer"], mean, LINES["sde"], color=darken(COLOURS[name]), linewidth=0.8)
             axes.fill_between(arrays["layer"], low, high, color=COLOURS[name], alpha=0.12, linewidth=0)
         axes.set(
             xlabel=r"layer $\ell$",
@@ -241,6 +241,6 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         )
     panels[0].set(ylim=(1e-2, 1))
     handles, _ = panels[1].get_legend_handles_labels()
-    law = Line2D([], [], color=BLACK, linestyle=LINES["sde"], linewidth=0.7, label="exact law")
+    law = Line2D([], [], color=BLACK, linestyle=LINES["sde"], linewidth=0.8, label="exact law")
     panels[1].legend(handles=[*handles, law], loc="lower left")
     return figure
