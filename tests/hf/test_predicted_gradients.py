@@ -16,7 +16,7 @@ from shaped.hf.prediction.families import describe_network
 from shaped.randomness import Stream
 from shaped.testing.stats import seed
 
-MODELS, SAMPLES = 160, 640
+MODELS, SAMPLES = 128, 512
 IDS = families.make_ids(6)
 TINY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
 # Small branches: GPT-2's residual stream keeps its embedding, so that a tied head knows it.

@@ -35,8 +35,8 @@ TITLE = "Shaping keeps gradients from vanishing"
 SHOWS = (
     "Norm of the loss's gradient with respect to the value weights (left) and the query weights (right) of each layer, at initialisation. "
     "Causal attention, the architectures of Figure 1 and Post-LN; next-token prediction, byte by byte, on the source of the running "
-    "Python's standard library. Solid: autograd through random networks, mean of the logarithm with its 95 % interval. Dashed: the same mean "
-    "in the exact law of the gradients, drawn without weights, with its 5 % and 95 % quantiles as a band."
+    "Python's standard library. Solid: autograd through random networks, mean of the logarithm with its 95 % interval. Dashed: the same "
+    "mean in the exact law of the gradients, drawn without weights, with its 5 % and 95 % quantiles as a band."
 )
 MODELS = ("shaped", "unshaped", "preln", "postln")
 WEIGHTS = ("value", "query")

@@ -80,10 +80,8 @@ class GradientSimulation:
             X = norm.apply(X)
         labels = head.draw_labels(batch, self.m, streams[0].generator)
         found = backpropagate_chain(self.make_layers(like), X, products, partial(head.find_loss, labels, rows), advance)
-        V = gram(found.last).permute(1, 2, 0)
-        return {
-            name: values.double().cpu() for name, values in {**found.weights, "tokens": found.tokens, "loss": found.loss, "V": V}.items()
-        }
+        parts = {**found.weights, "tokens": found.tokens, "loss": found.loss, "V": gram(found.last).permute(1, 2, 0)}
+        return {name: values.double().cpu() for name, values in parts.items()}
 
     def make_layers(self, like: Tensor) -> list[WeightlessLayer]:
         """One for each block of the model; blocks that are the same object share theirs."""
