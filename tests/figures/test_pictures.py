@@ -43,6 +43,11 @@ class Picture:
     """Lines that show no array, such as thresholds."""
 
 
+def darken(colour: str) -> str:
+    red, green, blue = to_rgb(colour)
+    return to_hex((red / 2, green / 2, blue / 2))
+
+
 class Numbers:
     """Arrays of random numbers, by name, no two of which are the same."""
 
@@ -87,7 +92,7 @@ def fig2() -> Picture:
         for name, (label, colour) in models.items()
     ]
     curves += [
-        Curve(panel, numbers.add_bounds(f"{weight}_{name}_law", 5), UNNAMED, "--", to_hex([part / 2 for part in to_rgb(colour)]))
+        Curve(panel, numbers.add_bounds(f"{weight}_{name}_law", 5), UNNAMED, "--", darken(colour))
         for panel, weight in enumerate(("value", "query"))
         for name, (_, colour) in models.items()
     ]

@@ -60,8 +60,8 @@ def differentiate(config: PreTrainedConfig, ids: Tensor) -> dict[str, Tensor]:
     depth = config.num_hidden_layers
     with watch_stream(model, depth) as stream:
         if isinstance(config, ViTConfig):
-            height, width = config.image_size
-            logits = model(torch.randn(1, config.num_channels, height, width)).logits
+            size: Any = config.image_size
+            logits = model(torch.randn(1, config.num_channels, *size)).logits
         else:
             logits = model(ids[None]).logits[0]
     for tokens in stream:
@@ -139,7 +139,8 @@ def find_limit(scores: dict[str, Tensor], models: int) -> float:
 
 
 def untie(config: PreTrainedConfig) -> PreTrainedConfig:
-    return type(config)(**config.to_dict() | {"tie_word_embeddings": not config.tie_word_embeddings})
+    fields: dict[str, Any] = config.to_dict() | {"tie_word_embeddings": not config.tie_word_embeddings}
+    return type(config)(**fields)
 
 
 def compare(name: str, width: int, depth: int, m: int, models: int, samples: int, seed: int) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_gradients_are_saved_and_loaded(tmp_path):
         assert torch.equal(loaded.weights[name], values)
         assert torch.equal(loaded.per_entry(name), drawn.per_entry(name))
     with np.load(tmp_path / "with.npz") as content:
-        arrays = {name: content[name] for name in content.files}
+        arrays: dict[str, Any] = {name: content[name] for name in content.files}
     for name, damaged in (
         ("gradients.weights.query", np.zeros((2, 2))),
         ("gradients.V", np.zeros((3, 4, 5))),

@@ -123,12 +123,12 @@ def simulate_gradient_norms(
     The sequences of a text stand one after the other, and a mask keeps them apart.
     """
     batch, place = len(seeds), torch.device(device)
-    streams = [Stream(seeds[0], block, kind=f"fig2, {way}", dtype=torch.float64, device=place) for way in ("forward", "back")]
+    forward, back = (Stream(seeds[0], block, kind=f"fig2, {way}", dtype=torch.float64, device=place) for way in ("forward", "back"))
     excerpts = torch.stack([draw_excerpts(settings.sequences, m + 1, seed) for seed in seeds]).to(place)
     ids, targets = excerpts[..., :-1].flatten(1), excerpts[..., 1:].flatten(1)
     mask = torch.block_diag(*[torch.ones(m, m, dtype=torch.float64).tril()] * settings.sequences).log()
     layer = make_models(settings.gamma, mask=mask)[model]
-    X = streams[0].normal(batch, BYTES, settings.n)[torch.arange(batch, device=place)[:, None], ids]
+    X = forward.normal(batch, BYTES, settings.n)[torch.arange(batch, device=place)[:, None], ids]
 
     def find_loss(X: Tokens, products: Products) -> Float[Tensor, " batch"]:
         X = layer_norm(X) if model == "preln" else X
@@ -136,7 +136,7 @@ def simulate_gradient_norms(
         return nn.functional.cross_entropy(logits.mT, targets, reduction="none").mean(-1)
 
     layers = [WeightlessLayer(layer, Sizes(settings.n), X)] * settings.d
-    found = backpropagate_chain(layers, X, Products(*streams), find_loss).weights
+    found = backpropagate_chain(layers, X, Products(forward, back), find_loss).weights
     return torch.stack([found[weight] for weight in WEIGHTS]).sqrt().permute(2, 0, 1).cpu().numpy()
 
 

@@ -71,14 +71,16 @@ class GradientSimulation:
             if not report():
                 raise Interrupted
 
-        streams = [Stream(self.seed, block, kind=f"prediction, {way}", dtype=self.dtype, device=self.device) for way in ("forward", "back")]
-        products, head = Products(*streams), self.network.head
+        forward, back = (
+            Stream(self.seed, block, kind=f"prediction, {way}", dtype=self.dtype, device=self.device) for way in ("forward", "back")
+        )
+        products, head = Products(forward, back), self.network.head
         like = torch.empty(batch, 1, 1, dtype=self.dtype, device=self.device)
-        X, rows = self.start.draw_tokens_and_rows(like, self.network.width, streams[0])
+        X, rows = self.start.draw_tokens_and_rows(like, self.network.width, forward)
         norm = self.network.embedding.norm
         if norm is not None and self.embedded:
             X = norm.apply(X)
-        labels = head.draw_labels(batch, self.m, streams[0].generator)
+        labels = head.draw_labels(batch, self.m, forward.generator)
         found = backpropagate_chain(self.make_layers(like), X, products, partial(head.find_loss, labels, rows), advance)
         parts = {**found.weights, "tokens": found.tokens, "loss": found.loss, "V": gram(found.last).permute(1, 2, 0)}
         return {name: values.double().cpu() for name, values in parts.items()}

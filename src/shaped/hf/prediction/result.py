@@ -60,7 +60,7 @@ class Prediction:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one .npz file: four arrays of float64, `info` as JSON, and the gradients if they have been drawn."""
-        arrays = {name: getattr(self, name).cpu().numpy() for name in QUANTITIES} | {"info": pack(self.info)}
+        arrays: dict[str, Any] = {name: getattr(self, name).cpu().numpy() for name in QUANTITIES} | {"info": pack(self.info)}
         if "gradients" in vars(self):
             arrays |= pack_gradients(self.gradients)
 
@@ -85,7 +85,8 @@ class Prediction:
         layers, samples = arrays["entropy"].shape if arrays["entropy"].ndim == 2 else (0, 0)
         for name, values in arrays.items():
             check_array(name, values, (layers + (name != "entropy"), samples))
-        made = cls(**{name: torch.from_numpy(values) for name, values in arrays.items()}, info=info)
+        quantities: dict[str, Any] = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        made = cls(**quantities, info=info)
         if drawn:
             vars(made)["gradients"] = unpack_gradients(path, drawn, layers, samples)
         return made
