@@ -39,6 +39,7 @@ verify: .venv/installed hf-common
 	PYTHONPATH=tests/gradients $(bin)/python tests/gradients/verify_gradients.py --networks 20000 --subset
 	$(bin)/python benchmarks/steps.py --tokens 4,16
 	PYTHONPATH=tests/hf $(bin)/python tests/hf/families.py --width 64 --depth 6 --models 64
+	PYTHONPATH=tests/hf $(bin)/python tests/hf/family_gradients.py --depth 4 --models 256 --samples 1000
 	$(bin)/python benchmarks/mutation/mutations.py --count 100 --least 0.85 --out out/mutations-sample.json
 
 bench: .venv/installed

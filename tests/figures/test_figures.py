@@ -1,5 +1,7 @@
 """Each figure at a tiny scale: its claims point the right way, it is drawn from the disk alone, and a broken layer is noticed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from tiny import SETTINGS
 
 from shaped.figures.harness import cache, reproduce, simulator
 from shaped.figures.harness.simulator import Simulator
-from shaped.figures.pages import fig2
+from shaped.figures.pages import fig2, gradients
 from shaped.figures.shared import ensembles, laws
 from shaped.layers import attention, logits, masks
 from shaped.testing.stats import generator, seed
@@ -71,17 +73,45 @@ def test_fig2_one_token_has_nothing_to_attend_to():
     assert (query == 0).all()
 
 
-def test_query_gradients_of_tokens_that_nearly_coincide_are_not_rounding():
+@pytest.mark.parametrize("mask", [None, torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).log()], ids=["all", "two sequences"])
+def test_query_gradients_of_tokens_that_nearly_coincide_are_not_rounding(mask):
     """They shrink like the square of the tokens' differences, far below the rounding of the logits."""
-    layer = attention.ShapedAttention(1.0, lam=1.0, identity=False, centre=False, temperature=False)
+    layer = attention.ShapedAttention(1.0, lam=1.0, identity=False, centre=False, temperature=False, mask=mask)
     module = layer.module(16, generator=generator(8), dtype=torch.float64)
     common, apart, back = (torch.randn(*shape, generator=generator(9), dtype=torch.float64) for shape in ((1, 16), (4, 16), (4, 16)))
     norms = []
     for size in (1e-8, 1e-9):
-        loss = (module(common + size * apart) * back).sum()
+        tokens = common + size * apart
+        if mask is not None:  # two pairs of tokens; the second pair does not see the first key
+            tokens[2:] += torch.randn(1, 16, generator=generator(10), dtype=torch.float64)
+        loss = (module(tokens) * back).sum()
         query = module.get_parameter("branch.query")
         norms.append(torch.autograd.grad(loss, query)[0].norm().item())
     assert norms[0] / norms[1] == pytest.approx(100, rel=0.05)
+
+
+def test_fig2_the_law_has_the_gradients_of_the_networks():
+    small = fig2.Settings(n=24, d=5, sequences=2)
+    seeds = [seed(4) + i for i in range(60)]
+    seeds = [one for one in seeds if all(len(row.unique()) == 3 for row in fig2.draw_excerpts(2, 4, one)[:, :-1])]  # equal tokens have none
+    for model in ("preln", "postln"):
+        networks = np.stack([fig2.measure_gradient_norms(small, model, (3,), one, "cpu")[0] for one in seeds])
+        law = np.concatenate([fig2.simulate_gradient_norms(small, model, 3, seeds, block, "cpu") for block in range(4)])
+        one, other = (np.log10(norms) for norms in (networks, law))
+        error = np.sqrt(one.var(0) / (len(one) - 1) + other.var(0) / (len(other) - 1))
+        assert (np.abs(one.mean(0) - other.mean(0)) < 5 * error).all()
+
+
+def test_gradients_notices_weights_that_are_independent(monkeypatch):
+    """The page's exact law loses its coupling; autograd's networks have theirs."""
+    whole, small = gradients.backpropagate, replace(gradients.SCALES["quick"], d=16, samples=1024)
+    logs = {face: gradients.simulate(small, "shaped", face, 3, seed(5) + place, "cpu") for place, face in enumerate(gradients.FACES[:2])}
+    distances = [gradients.measure_distance(logs["autograd"][0], logs["exact"][0])]
+    monkeypatch.setattr(gradients, "backpropagate", lambda *given, **how: whole(*given, **how | {"independent": True}))
+    wrong = gradients.simulate(small, "shaped", "exact", 3, seed(5), "cpu")
+    distances.append(gradients.measure_distance(logs["autograd"][0], wrong[0]))
+    band = gradients.find_band(small.samples, small.samples)
+    assert distances[0] < 1.6 * band < distances[1]  # 1.6 times the 95 % band is exceeded once in 10,000 cases
 
 
 def test_fig2_reads_python_source():

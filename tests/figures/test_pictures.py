@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import StepPatch
@@ -41,6 +41,11 @@ class Picture:
     curves: list[Curve]
     others: int = 0
     """Lines that show no array, such as thresholds."""
+
+
+def darken(colour: str) -> str:
+    red, green, blue = to_rgb(colour)
+    return to_hex((red / 2, green / 2, blue / 2))
 
 
 class Numbers:
@@ -86,6 +91,28 @@ def fig2() -> Picture:
         for panel, weight in enumerate(("value", "query"))
         for name, (label, colour) in models.items()
     ]
+    curves += [
+        Curve(panel, numbers.add_bounds(f"{weight}_{name}_law", 5), UNNAMED, "--", darken(colour))
+        for panel, weight in enumerate(("value", "query"))
+        for name, (_, colour) in models.items()
+    ]
+    return Picture(numbers.arrays, curves)
+
+
+def gradients() -> Picture:
+    numbers = Numbers()
+    numbers.arrays["layer"] = np.arange(1.0, 6.0)
+    numbers.add("bands", 2, 5)
+    models = {"shaped": ("shaped", BLUE), "qk_norm": ("shaped, QK-norm", SKY), "unshaped": ("unshaped", VERMILION)}
+    models |= {"preln": ("Pre-LN", GREEN), "postln": ("Post-LN", PURPLE)}
+    curves = []
+    for name, (label, colour) in models.items():
+        numbers.add(f"quantiles_{name}", 2, 5)
+        curves.append(Curve(0, numbers.add(f"median_{name}_exact", 5), label, "-", colour))
+        curves.append(Curve(0, numbers.add(f"median_{name}_autograd", 5), UNNAMED, "None", colour))
+        curves.append(Curve(0, numbers.add(f"median_{name}_independent", 5), UNNAMED, "--", colour))
+        curves.append(Curve(1, numbers.add(f"distance_{name}_exact", 5), UNNAMED, "-", colour))
+        curves.append(Curve(1, numbers.add(f"distance_{name}_independent", 5), UNNAMED, "--", colour))
     return Picture(numbers.arrays, curves)
 
 
@@ -191,7 +218,7 @@ def table2() -> Picture:
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {
-    page.__name__: page for page in (fig1, fig2, fig3, fig4, fig5, fig6, fig7, output, masks, table1, table2)
+    page.__name__: page for page in (fig1, fig2, fig3, fig4, fig5, fig6, fig7, output, masks, gradients, table1, table2)
 }
 AXES = {  # part of the labels of the x axes, or, where that tells the panels apart, of the y axes
     "fig1": ("layer", "rho"),
@@ -203,6 +230,7 @@ AXES = {  # part of the labels of the x axes, or, where that tells the panels ap
     "fig7": ("V",),
     "output": ("X", r"\beta"),
     "masks": (r"1\,2", r"1\,4", "X^1"),
+    "gradients": ("W^Q", "distance"),
     "table1": ("step", "test loss"),
     "table2": ("Matthews", "F1", "accuracy"),
 }

@@ -3,14 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from shaped.figures.pages import fig2, fig3, fig4, fig5, fig8, masks, output
+from shaped.figures.pages import fig2, fig3, fig4, fig5, fig8, gradients, masks, output
 from shaped.figures.shared import laws
 
 LAW = {"n": 64, "d": 48, "samples": 512}
 GRID = {"n": 100, "d": 100, "samples": 40}
 SETTINGS: dict[str, Any] = {
     "fig1": replace(laws.SCALES["quick"], n=64, d=64, samples=256),
-    "fig2": replace(fig2.SCALES["quick"], n=32, d=60, networks=2, sequences=4),
+    "fig2": replace(fig2.SCALES["quick"], n=32, d=60, networks=2, sequences=4, drawn=2),
     "fig3": replace(fig3.SCALES["quick"], n=60, d=20, samples=512, gammas=(0.2, 0.6, 1.0), drawn=(0.2, 0.6, 1.0)),
     "fig4": replace(fig4.SCALES["quick"], n=64, d=80, samples=256),
     "fig5": replace(fig5.SCALES["quick"], **GRID, gammas=(0.05, 0.3, 0.7), drawn=(0.05, 0.7), step=1e-3),
@@ -18,4 +18,5 @@ SETTINGS: dict[str, Any] = {
     "fig8": replace(fig8.SCALES["quick"], **GRID, gammas=(0.05, 0.3, 0.7), tau0s=(1.0, 64.0)),
     "output": replace(output.SCALES["quick"], **LAW),
     "masks": replace(masks.SCALES["quick"], samples=512),  # at width 64 the network is not near its SDE
+    "gradients": replace(gradients.SCALES["quick"], d=12, samples=128),
 }

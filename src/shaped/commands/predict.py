@@ -20,11 +20,14 @@ from shaped.files import read_array
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
 
     from shaped.hf.prediction import Prediction
 
 CONFIGS: dict[str, Any] = PLACE | {"metavar": "CONFIG…"}
 QUANTITIES = ("rho", "length", "entropy", "rank")
+GRADIENTS = ("tokens", "query", "value", "second")
+"""Gradients in the table. The .npz file and the JSON have all."""
 LARGEST_START = 10**6  # numbers in a file of ids or of a covariance
 
 
@@ -41,6 +44,9 @@ def predict(
     samples: Annotated[int, typer.Option(help="Number of models.", rich_help_panel=SOLVER)] = 64,
     seed: options.Seed = 0,
     device: options.Device = "cpu",
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Also the norms of the gradients for random labels; takes longer.", rich_help_panel=SOLVER)
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="On the CPU; by default one a core.", rich_help_panel=WORK)] = None,
     out: options.Out = Path("out"),
     as_json: options.Json = False,
@@ -51,6 +57,8 @@ def predict(
     """
     if not find_spec("transformers"):
         raise ValueError("predict needs transformers (pip install 'shaped-transformer[hf]')")
+    from rich.console import Group
+
     from shaped.hf.prediction.families import read_config
     from shaped.hf.prediction.simulation import predict as run
     from shaped.hf.prediction.simulation import prepare
@@ -62,18 +70,22 @@ def predict(
     check_folder(out)
     began, progress = time.perf_counter(), False if as_json else None
     found = [run(config, given, samples=samples, seed=seed, device=device, threads=threads, progress=progress) for config in read]
+    if gradients:
+        for prediction in found:
+            _ = prediction.gradients  # drawn at the first use
     predictions = dict(zip(choose_names(prediction.info["name"] for prediction in found), found, strict=True))
     summary = {
         "version": shaped.__version__,
-        "settings": {"tokens": tokens, "samples": samples, "seed": seed, "device": device},
-        "models": {name: summarise(prediction) for name, prediction in predictions.items()},
+        "settings": {"tokens": tokens, "samples": samples, "seed": seed, "device": device, "gradients": gradients},
+        "models": {name: summarise(prediction, gradients) for name, prediction in predictions.items()},
         "seconds": time.perf_counter() - began,
     }
     for name, prediction in predictions.items():
         prediction.save(out / f"{name}.npz")
     written = write_results(out, "predict", summary, lambda: draw(predictions))
     written += [out / f"{name}.npz" for name in predictions]
-    show_results(summary, make_table(summary), f"{samples} models in {summary['seconds']:.1f} s; seed {seed}", written, as_json)
+    tables = Group(make_table(summary), make_gradient_table(summary)) if gradients else make_table(summary)
+    show_results(summary, tables, f"{samples} models in {summary['seconds']:.1f} s; seed {seed}", written, as_json)
 
 
 def read_start(tokens: str) -> Any:
@@ -96,29 +108,57 @@ def choose_names(names: Iterable[str]) -> list[str]:
     return chosen
 
 
-def summarise(prediction: Prediction) -> dict[str, Any]:
+def summarise(prediction: Prediction, gradients: bool) -> dict[str, Any]:
     """Means over the models and their standard errors, by layer; no errors for a single model."""
     found: dict[str, Any] = dict(prediction.info)
     for quantity in QUANTITIES:
-        mean, error = prediction.mean(quantity)
-        found[quantity] = {"mean": mean.tolist(), "standard_error": [None if math.isnan(one) else one for one in error.tolist()]}
+        found[quantity] = describe_mean(*prediction.mean(quantity))
+    if gradients:
+        from shaped.hf.prediction.result import find_mean
+
+        drawn = prediction.gradients
+        squares = {"tokens": drawn.tokens, **drawn.weights}
+        found["gradient_norms"] = {name: describe_mean(*find_mean(values.sqrt())) for name, values in squares.items()}
+        found["loss"] = describe_mean(*find_mean(drawn.loss[None]))
     return found
+
+
+def describe_mean(mean: Tensor, error: Tensor) -> dict[str, Any]:
+    return {"mean": mean.tolist(), "standard_error": [None if math.isnan(one) else one for one in error.tolist()]}
 
 
 def make_table(summary: dict[str, Any]) -> Table:
     """Before the first block, at some depths, and after the last block, which has no attention behind it."""
+    made = start_table(QUANTITIES)
+    for name, model in summary["models"].items():
+        for number, stage in enumerate(choose_stages(model["depth"])):
+            cells = [format_measured(model[quantity], stage) for quantity in QUANTITIES]
+            made.add_row("" if number else name, str(stage), *cells, end_section=stage == model["depth"])
+    return made
+
+
+def make_gradient_table(summary: dict[str, Any]) -> Table:
+    made = start_table(GRADIENTS)
+    made.title = "norms of the gradients"
+    for name, model in summary["models"].items():
+        for number, stage in enumerate(choose_stages(model["depth"])):
+            cells = [format_power(model["gradient_norms"][quantity], stage) for quantity in GRADIENTS]
+            made.add_row("" if number else name, str(stage), *cells, end_section=stage == model["depth"])
+    return made
+
+
+def start_table(quantities: tuple[str, ...]) -> Table:
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("model", "layer", *QUANTITIES):
+    for column in ("model", "layer", *quantities):
         made.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
-    for name, model in summary["models"].items():
-        depth = model["depth"]
-        for number, stage in enumerate(sorted({0, 1, depth // 4, depth // 2, 3 * depth // 4, depth})):
-            cells = [format_measured(model[quantity], stage) for quantity in QUANTITIES]
-            made.add_row("" if number else name, str(stage), *cells, end_section=stage == depth)
     return made
+
+
+def choose_stages(depth: int) -> list[int]:
+    return sorted({0, 1, depth // 4, depth // 2, 3 * depth // 4, depth})
 
 
 def format_measured(values: dict[str, list[Any]], stage: int) -> str:
@@ -130,6 +170,16 @@ def format_measured(values: dict[str, list[Any]], stage: int) -> str:
         return f"{mean:.4g}"
     digits = min(4, max(0, 1 - math.floor(math.log10(error))))
     return f"{mean:.{digits}f}({round(error * 10**digits)})"
+
+
+def format_power(values: dict[str, list[Any]], stage: int) -> str:
+    """1.23(4)e-5 is 1.23e-5 with a standard error of 0.04e-5. Empty beyond the last layer."""
+    if stage >= len(values["mean"]):
+        return ""
+    mean, error = values["mean"][stage], values["standard_error"][stage]
+    power = math.floor(math.log10(mean)) if mean > 0.0 else 0
+    scaled = {"mean": [mean / 10.0**power], "standard_error": [error and error / 10.0**power]}
+    return f"{format_measured(scaled, 0)}e{power}"
 
 
 def draw(predictions: dict[str, Prediction]) -> bytes:

@@ -16,7 +16,7 @@ from shaped.workers import open_executor
 def reproduce(
     figures: Annotated[
         list[str] | None,
-        typer.Argument(help="Ids: fig1 to fig8, output, masks, table1, table2; by default, or with all, those that need no runs."),
+        typer.Argument(help="Ids: fig1 to fig8, output, masks, gradients, table1, table2; by default, or with all, those without runs."),
     ] = None,
     scale: Annotated[
         str,

@@ -71,7 +71,11 @@ class RandomAttention(nn.Module):
         # Subtract the first key from all keys. This does not change the softmax, but keeps the query's gradient accurate: when tokens
         # collapse, rounding errors of A's row sums times the keys' common part are larger than the gradient (Fig. gradients).
         key = key - key[..., :1, :]
-        A = attention_matrix(query @ key.mT / self.tau, logit_bias(self.mask, x.shape[-2], x), self.gamma1, self.gamma2)
+        logits, bias = query @ key.mT / self.tau, logit_bias(self.mask, x.shape[-2], x)
+        if isinstance(self.mask, Tensor):  # some queries may not see the first key: the same, with the first one that each sees
+            first = bias.isfinite().int().argmax(-1, keepdim=True)
+            logits = logits - logits.take_along_dim(first.expand(*logits.shape[:-1], 1), -1)
+        A = attention_matrix(logits, bias, self.gamma1, self.gamma2)
         mixed = (A @ value).transpose(-2, -3).flatten(-2)
         return mixed if self.output is None else mixed @ self.output * scale
 

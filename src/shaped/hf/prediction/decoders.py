@@ -14,6 +14,7 @@ from shaped.hf.prediction.parts import (
     Sizes,
     check_causal,
     gated_feedforward,
+    make_head,
     make_projections,
     read_activation,
     read_padding,
@@ -45,7 +46,8 @@ def describe_gpt2(config: PreTrainedConfig, m: int) -> Network:
         return ResidualBlock(attention, norm=norm), ResidualBlock(feedforward, norm=norm)
 
     most = read_whole(config, "max_position_embeddings")
-    return Network(n, TextEmbedding(std, read_whole(config, "vocab_size"), positions=std, most=most), tuple(map(block, range(sizes.depth))))
+    embedding = TextEmbedding(std, read_whole(config, "vocab_size"), positions=std, most=most)
+    return Network(n, embedding, tuple(map(block, range(sizes.depth))), make_head(config, std, norm))
 
 
 def describe_gpt_neox(config: PreTrainedConfig, m: int) -> Network:
@@ -62,7 +64,8 @@ def describe_gpt_neox(config: PreTrainedConfig, m: int) -> Network:
         block: Block = (ResidualBlock((attention, feedforward), norm=norm),)
     else:
         block = ResidualBlock(attention, norm=norm), ResidualBlock(feedforward, norm=norm)
-    return Network(sizes.n, TextEmbedding(sizes.std, read_whole(config, "vocab_size")), (block,) * sizes.depth)
+    embedding = TextEmbedding(sizes.std, read_whole(config, "vocab_size"))
+    return Network(sizes.n, embedding, (block,) * sizes.depth, make_head(config, sizes.std, norm))
 
 
 def describe_llama(config: PreTrainedConfig, m: int) -> Network:
@@ -95,10 +98,16 @@ def describe_gemma2(config: PreTrainedConfig, m: int) -> Network:
     """Norms before and after each branch, soft caps, windows by layer, embeddings times sqrt(n). Norms multiply by 1 + w; w starts at 0."""
     refuse(config, "use_bidirectional_attention")
     cap = None if getattr(config, "attn_logit_softcapping", None) is None else read_positive(config, "attn_logit_softcapping")
-    scale = read_positive(config, "query_pre_attn_scalar") ** -0.5
-    n = read_whole(config, "hidden_size")
+    last_cap = None if getattr(config, "final_logit_softcapping", None) is None else read_positive(config, "final_logit_softcapping")
     return describe_rms_decoder(
-        config, window="by layer", post=True, scale=scale, softcap=cap, activation="hidden_activation", embedding_scale=n**0.5
+        config,
+        window="by layer",
+        post=True,
+        scale=read_positive(config, "query_pre_attn_scalar") ** -0.5,
+        softcap=cap,
+        last_softcap=last_cap,
+        activation="hidden_activation",
+        embedding_scale=read_whole(config, "hidden_size") ** 0.5,
     )
 
 
@@ -111,6 +120,7 @@ def describe_rms_decoder(
     post: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
+    last_softcap: float | None = None,
     activation: str = "hidden_act",
     embedding_scale: float = 1.0,
 ) -> Network:
@@ -138,4 +148,4 @@ def describe_rms_decoder(
 
     windows = [read_window(config, layer) if window == "by layer" else window for layer in range(sizes.depth)]
     embedding = TextEmbedding(embedding_scale * std, read_whole(config, "vocab_size"), padding=read_padding(config))
-    return Network(sizes.n, embedding, tuple(block(one) for one in windows))
+    return Network(sizes.n, embedding, tuple(block(one) for one in windows), make_head(config, std, norm, softcap=last_softcap))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -33,15 +33,36 @@ class Start(ABC):
         F = self.draw_factor(like, stream)
         return F @ stream.normal(len(F), F.shape[-1], n)
 
+    def draw_tokens_and_rows(
+        self, like: Float[Tensor, "batch _ _"], n: int, stream: Stream
+    ) -> tuple[Float[Tensor, "batch m n"], Float[Tensor, "batch rows n"]]:
+        """The tokens, and the rows of their table that they fix, divided by the table's standard deviation. A tied head has these rows."""
+        X = self.draw_tokens(like, n, stream)
+        return X, X.new_empty(len(X), 0, n)
+
 
 @dataclass(frozen=True, eq=False)
 class GaussianStart(Start):
     """Sums of rows of Gaussian tables: one [m, m] covariance describes them."""
 
     covariance: Float[Tensor, "m m"]
+    choice: Float[Tensor, "m rows"]
+    """Times rows of standard normals: what the table of tokens adds. A column of zeros is the row of padding, which is 0."""
+    others: Float[Tensor, "m m"]
+    """The covariance without the table of tokens."""
 
     def draw_factor(self, like: Float[Tensor, "batch _ _"], stream: Stream) -> Float[Tensor, "batch m m"]:
         return factor(self.covariance).to(like).expand(len(like), -1, -1)
+
+    def draw_tokens_and_rows(
+        self, like: Float[Tensor, "batch _ _"], n: int, stream: Stream
+    ) -> tuple[Float[Tensor, "batch m n"], Float[Tensor, "batch rows n"]]:
+        choice = self.choice.to(like)
+        rows = stream.normal(len(like), choice.shape[1], n) * choice.any(0)[:, None]
+        X = choice @ rows
+        if self.others.any():
+            X = X + factor(self.others).to(like) @ stream.normal(len(like), len(choice), n)
+        return X, rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +137,7 @@ class TextEmbedding(Embedding):
         V = self.covariance(ids)
         if not V.any():
             raise ValueError(f"tokens must not all be padding, whose embedding is 0, got {len(ids)} times {int(ids[0])}")
-        return GaussianStart(V)
+        return GaussianStart(V, self.choose_rows(ids), replace(self, std=0.0).covariance(ids))
 
     def _choose_ids(self, m: int) -> Ids:
         """The first ids that are not padding."""
@@ -125,6 +146,13 @@ class TextEmbedding(Embedding):
         if int(ids[-1]) >= self.vocabulary:
             raise ValueError(f"tokens must be at most the config's vocab_size, {self.vocabulary}, without padding, got {m}")
         return ids
+
+    def choose_rows(self, ids: Ids) -> Float[Tensor, "m rows"]:
+        """Of which row each token has `std` times: a column for each distinct id, and one of zeros for padding."""
+        ids = ids.to("cpu")
+        padding = [] if self.padding is None else [self.padding]
+        distinct = torch.tensor([*(id for id in ids.unique().tolist() if id not in padding), *padding])
+        return self.std * ((ids[:, None] == distinct) & (distinct != (-1 if self.padding is None else self.padding))).double()
 
     def covariance(self, ids: Ids) -> Float[Tensor, "m m"]:
         """The covariance of the tokens' entries in one feature: what they share of each table."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -11,12 +12,14 @@ from transformers import PreTrainedConfig
 
 from shaped.checks import positive, whole_number
 from shaped.hf.prediction.embeddings import PatchEmbedding, TextEmbedding
+from shaped.hf.prediction.heads import Dense, Head
 from shaped.hf.prediction.parts import (
     Block,
     Network,
     Sizes,
     check_causal,
     gated_feedforward,
+    make_head,
     make_projections,
     read_activation,
     read_padding,
@@ -32,15 +35,15 @@ from shaped.layers import AttentionBranch, FeedForwardBranch, Norm, ResidualBloc
 
 def describe_bert(config: PreTrainedConfig, m: int) -> Network:
     """Post-LN, also on the sum of token, position and type."""
-    return describe_postln(config, taken=0)
+    return describe_postln(config, taken=0, head_activation=read_activation(config, "hidden_act"))
 
 
 def describe_roberta(config: PreTrainedConfig, m: int) -> Network:
     """BERT whose positions count from the padding id on."""
-    return describe_postln(config, taken=read_whole(config, "pad_token_id", least=0) + 1)
+    return describe_postln(config, taken=read_whole(config, "pad_token_id", least=0) + 1, head_activation="gelu")
 
 
-def describe_postln(config: PreTrainedConfig, taken: int) -> Network:
+def describe_postln(config: PreTrainedConfig, taken: int, head_activation: str) -> Network:
     """`taken`: positions that no token has."""
     refuse(config, "add_cross_attention")
     sizes = Sizes.read(config)
@@ -61,7 +64,8 @@ def describe_postln(config: PreTrainedConfig, taken: int) -> Network:
         keeps_padding=taken > 0,
     )
     block = ResidualBlock(attention, after=norm), ResidualBlock(feedforward, after=norm)
-    return Network(sizes.n, embedding, (block,) * sizes.depth)
+    head = make_head(config, sizes.std, None, dense=Dense(sizes.std, head_activation, norm))
+    return Network(sizes.n, embedding, (block,) * sizes.depth, head)
 
 
 def describe_modernbert(config: PreTrainedConfig, m: int) -> Network:
@@ -89,8 +93,11 @@ def describe_modernbert(config: PreTrainedConfig, m: int) -> Network:
         )
         return ResidualBlock(attention, norm=None if first else norm), feedforward
 
-    embedding = TextEmbedding(std, read_whole(config, "vocab_size"), padding=read_padding(config), norm=norm)
-    return Network(sizes.n, embedding, tuple(block(read_window(config, layer), layer == 0) for layer in range(sizes.depth)))
+    # transformers draws the row of padding like the others: `init_weight` comes after the row was set to 0.
+    embedding = TextEmbedding(std, read_whole(config, "vocab_size"), norm=norm)
+    head = make_head(config, std, norm, dense=Dense(out, read_activation(config, "classifier_activation"), norm))
+    head = head if head.tied else replace(head, std=out)
+    return Network(sizes.n, embedding, tuple(block(read_window(config, layer), layer == 0) for layer in range(sizes.depth)), head)
 
 
 def truncated_std(cutoff: float | None) -> float:
@@ -119,7 +126,8 @@ def describe_vit(config: PreTrainedConfig, m: int) -> Network:
     if patches < 1:
         raise ValueError(f"patch_size must be at most image_size, {list(image)}, got {list(patch)}")
     pixels = read_whole(config, "num_channels") * patch[0] * patch[1]
-    return Network(sizes.n, PatchEmbedding(sizes.std, patches, pixels), (block,) * sizes.depth)
+    head = Head(whole_number("num_labels", config.num_labels), sizes.std, norm, is_classifier=True)
+    return Network(sizes.n, PatchEmbedding(sizes.std, patches, pixels), (block,) * sizes.depth, head)
 
 
 def read_pair(config: PreTrainedConfig, name: str) -> tuple[int, int]:

@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from shaped.checks import positive, whole_number
+from shaped.checks import check_bool, positive, whole_number
 from shaped.hf.prediction.embeddings import Embedding
-from shaped.layers import FeedForwardBranch, ResidualBlock, Weights
+from shaped.hf.prediction.heads import Head
+from shaped.layers import FeedForwardBranch, Norm, ResidualBlock, Weights
 from shaped.nn.functional import rotary_frequencies
 
 ACTIVATIONS = {
@@ -39,11 +40,12 @@ Block = tuple[ResidualBlock, ...]
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A model at initialisation: what enters, and the blocks of its residual stream."""
+    """A model at initialisation: what enters, the blocks of its residual stream, and what makes logits of it."""
 
     width: int
     embedding: Embedding
     blocks: tuple[Block, ...]
+    head: Head
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,12 @@ def read_rope(config: PreTrainedConfig, head_width: int, layer_type: str | None 
     if factor != 1.0 and rotated != head_width:
         raise ValueError(f"rope_parameters must rotate all features with the factor {factor:g} of its rope_type, got {share!r} of them")
     return tuple(frequencies.double().tolist()), factor**2
+
+
+def make_head(config: PreTrainedConfig, std: float, norm: Norm | None, **more: Any) -> Head:
+    """The output matrix of a language model; `more` are other fields of the head."""
+    tied = check_bool("tie_word_embeddings", getattr(config, "tie_word_embeddings", False))
+    return Head(read_whole(config, "vocab_size"), std, norm, tied=tied, **more)
 
 
 def scale_depth(std: float, depth: int) -> float:

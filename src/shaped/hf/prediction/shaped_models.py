@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from shaped.hf.configuration import ShapedConfig
-from shaped.hf.models import Embedding, make_block
+from shaped.hf.models import Embedding, make_block, make_norm
 from shaped.hf.prediction.embeddings import TextEmbedding
-from shaped.hf.prediction.parts import Network
+from shaped.hf.prediction.parts import Network, make_head
 from shaped.layers import AttentionBranch, FeedForwardBranch, Norm, ResidualBlock, Weights
 from shaped.nn.blocks import ShapedTransformerBlock
 from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention
@@ -41,7 +41,9 @@ def describe_shaped(config: ShapedConfig, m: int) -> Network:
         types=0.0 if tables.types is None else std,
         norm=None if tables.norm is None else describe_norm(tables.norm),
     )
-    return Network(config.hidden_size, embedding, (layers,) * config.num_hidden_layers)
+    # A tied matrix is scaled, so that logits are as with entries of `head_std`.
+    last = describe_norm(make_norm(config)) if config.block in ("preln", "dyt") else None
+    return Network(config.hidden_size, embedding, (layers,) * config.num_hidden_layers, make_head(config, config.choose_head_std(), last))
 
 
 def describe_norm(norm: nn.Module) -> Norm:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +14,12 @@ from transformers import PreTrainedConfig
 
 from shaped.checks import as_tensor, check_device, whole_number
 from shaped.covariance import Point, check_covariance, correlation, effective_rank, gram
-from shaped.engine.progress import progress_bar
 from shaped.hf.prediction.embeddings import GivenStart, Start
 from shaped.hf.prediction.families import describe_network, read_config
+from shaped.hf.prediction.gradients import GradientSimulation
 from shaped.hf.prediction.parts import Network
 from shaped.hf.prediction.result import Prediction
+from shaped.hf.prediction.threads import Report, run_blocks
 from shaped.layers import Normalise, Sizes
 from shaped.randomness import Stream
 
@@ -76,7 +74,10 @@ def predict(
         "path": "tokens" if simulation.needs_tokens else "gram",
         "dtype": str(dtype).removeprefix("torch."),
     }
-    return Prediction(**quantities, info=info)
+    gradients = GradientSimulation(
+        network, start, kind != "covariance", m, samples, seed, dtype, where, threads, progress, name_model(read)
+    )
+    return Prediction(**quantities, info=info, gradient_source=gradients)
 
 
 def prepare(config: PreTrainedConfig, tokens: Any) -> tuple[int, str, Network, Start]:
@@ -146,32 +147,10 @@ class Simulation:
     def run(self, samples: int, threads: int, progress: bool | None) -> dict[str, Tensor]:
         """rho, length, rank [layers + 1, samples] and entropy [layers, samples]."""
         size = max(1, min(BLOCK_SAMPLES, BLOCK_ENTRIES // (self.m * self.network.width)))
-        blocks = math.ceil(samples / size)
-        threads = min(threads, blocks) if self.device.type == "cpu" else 1
-        lock, stop = threading.Lock(), threading.Event()
-        with progress_bar(progress, blocks * len(self.network.blocks)) as advance:
-
-            def report() -> bool:
-                with lock:
-                    advance(1)
-                return not stop.is_set()
-
-            def work(block: int) -> dict[str, Tensor]:
-                torch.set_num_threads(1)  # sums must not depend on the number of threads
-                return self.run_block(block, min(size, samples - block * size), report)
-
-            before = torch.get_num_threads()
-            pool = ThreadPoolExecutor(threads)
-            try:
-                parts = list(pool.map(work, range(blocks)))
-            finally:
-                stop.set()  # after Ctrl-C the threads end with their current layer
-                pool.shutdown(cancel_futures=True)
-                torch.set_num_threads(before)
-        return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+        return run_blocks(self.run_block, samples, size, len(self.network.blocks), threads, self.device, progress)
 
     @torch.no_grad()
-    def run_block(self, block: int, batch: int, report: Callable[[], bool]) -> dict[str, Tensor]:
+    def run_block(self, block: int, batch: int, report: Report) -> dict[str, Tensor]:
         """The samples of one block. Ends early where `report`, called after each layer, returns False."""
         stream = Stream(self.seed, block, kind="prediction", dtype=self.dtype, device=self.device)
         like, n = torch.empty(batch, 1, 1, dtype=self.dtype, device=self.device), self.network.width

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 def squared_relu(x: Tensor) -> Tensor:
     r"""$\max(x, 0)^2$ (So et al. 2021, "Primer")."""
-    return torch.relu(x).square_()
+    return torch.relu(x).square()
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
