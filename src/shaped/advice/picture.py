@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shaped.advice.question import Question
-from shaped.rows import Boundary, Row
+from shaped.advice.rows import Boundary, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
