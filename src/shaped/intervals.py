@@ -22,15 +22,13 @@ def share_interval(happened: int, count: int) -> tuple[float, float]:
 def exact_interval(happened: int, count: int, risk: float = 0.05) -> tuple[float, float]:
     """Clopper and Pearson's interval of a probability. Each of its ends is wrong with probability `risk` at most, for any count."""
 
+    ways = [math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1) for i in range(happened + 1)]
+
     def at_most(k: int, p: float) -> float:
-        """P(X <= k) for X binomial. The terms are summed from the largest one, which is finite for any count."""
-        logs = [log_term(i, p) for i in range(k + 1)]
+        """P(X <= k) for X binomial. Terms are divided by the largest one: none overflows, and not all of them vanish."""
+        logs = [ways[i] + i * math.log(p) + (count - i) * math.log1p(-p) for i in range(k + 1)]
         largest = max(logs)
         return min(1.0, math.exp(largest) * math.fsum(math.exp(log - largest) for log in logs))
-
-    def log_term(i: int, p: float) -> float:
-        ways = math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1)
-        return ways + i * math.log(p) + (count - i) * math.log1p(-p)
 
     low = find_root(lambda p: 1.0 - at_most(happened - 1, p) - risk) if happened else 0.0
     high = find_root(lambda p: risk - at_most(happened, p)) if happened < count else 1.0
@@ -40,7 +38,7 @@ def exact_interval(happened: int, count: int, risk: float = 0.05) -> tuple[float
 def find_root(rising: Callable[[float], float]) -> float:
     """Where a rising function on (0, 1) crosses 0, by bisection."""
     low, high = 0.0, 1.0
-    for _ in range(50):
+    for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < 0.0 else (low, middle)
     return (low + high) / 2

@@ -27,7 +27,7 @@ def draw_advice(asked: Question, rows: list[Row], boundaries: list[Boundary], be
     from matplotlib.figure import Figure
 
     with rc_context({"font.size": 8, "legend.fontsize": 7, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(7.5, 3.4), layout="constrained")
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
         places, shares = figure.subplots(1, 2)
         draw_map(places, rows, boundaries, best, asked.share)
         draw_shares(shares, rows, asked.share)
@@ -55,7 +55,7 @@ def draw_map(axes: Axes, rows: list[Row], boundaries: list[Boundary], best: Row 
         axes.scatter(best.tau0, best.gamma, s=90, facecolor="none", edgecolor="black", label="answer", zorder=4)
     axes.set(xscale="log", yscale="log", xlabel=r"$\tau_0$", ylabel=r"$\gamma$", ylim=(floor, ceiling))
     show_plain_numbers(axes)
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
 
 
 def draw_shares(axes: Axes, rows: list[Row], share: float) -> None:
@@ -69,9 +69,9 @@ def draw_shares(axes: Axes, rows: list[Row], share: float) -> None:
             series = [row for row in rows if row.law == law and row.tau0 == tau0]
             draw_row_intervals(axes, series, colour, line, place, f"{NAMES[law]}, tau0 = {tau0:.3g}")
     axes.axhline(share, color=GREY, linewidth=0.8, zorder=0)
-    axes.set(xscale="log", yscale="log", xlabel=r"$\gamma$", ylabel="share that fails", ylim=(LEAST_SHARE / 1.3, 1.3))
+    axes.set(xscale="log", yscale="log", xlabel=r"$\gamma$", ylabel="share that fails (0 at the bottom)", ylim=(LEAST_SHARE / 1.3, 1.3))
     show_plain_numbers(axes)
-    axes.legend(loc="upper left", fontsize=6)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
 
 
 def draw_row_intervals(axes: Axes, rows: list[Row], colour: Any, line: str, place: int, label: str) -> None:

@@ -21,7 +21,7 @@ GRID = tuple(2.0 ** (-step / 4 - 0.5) for step in reversed(range(17)))
 """From 1/sqrt(32) to sqrt(1/2), where shortcut and branch have the same weight; neighbours differ by a factor of 2^(1/4)."""
 COARSE = 4
 """The search goes down from the largest gamma in steps of so many places, a factor of 2, and then bisects."""
-FEW = 16
+FEW = 8
 """Samples of a place in the search, and networks of a block to compare with."""
 FEW_PATHS = 32
 """The same for the limit, whose paths cost less."""
@@ -93,7 +93,7 @@ def advise(
     for one in temperatures:
         found[one]["network"] = find_boundary(lambda gamma, t=one: is_good(ledger.reach(Place("network", gamma, t), FEW), share), grid)
     best = prove(lambda one, gamma: decide(ledger, Place("network", gamma, one), share, least, most), found, grid)
-    enclose(lambda gamma: decide(ledger, Place("network", gamma, best), share, least, 4 * FEW), found[best]["network"] + 2, grid)
+    enclose(lambda gamma: decide(ledger, Place("network", gamma, best), share, least, 8 * FEW), found[best]["network"] + 2, grid)
     for one in temperatures:
         if found[one]["network"] >= 0:
             place = Place("network", grid[found[one]["network"]], one)
