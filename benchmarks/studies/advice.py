@@ -1,4 +1,4 @@
-"""Are the answers of `shaped.advise` right? Fresh networks, with other seeds, at the gamma that it calls safe and at one that it calls unsafe.
+"""Are the answers of `shaped.advise` right? Fresh networks, with other seeds, where it says safe and where it says unsafe.
 
 python benchmarks/studies/advice.py --device cuda --out docs/results/advice-h200.json
 python benchmarks/studies/advice.py --only aligned,unmasked --networks 4096
@@ -77,9 +77,8 @@ def main() -> None:
             print(f"{name}: {advice.sentence}")
             for key, one in fresh.items():
                 if one is not None:
-                    print(
-                        f"  {key}: gamma {one['gamma']:.3g}, said {one['said']}, fresh {one['fresh'][0]} of {one['fresh'][1]}: {one['verdict']}"
-                    )
+                    failed, count = one["fresh"]
+                    print(f"  {key}: gamma {one['gamma']:.3g}, said {one['said']}, {failed} of {count} fresh fail: {one['verdict']}")
             print(f"  {'WRONG: ' + ', '.join(wrong) if wrong else 'confirmed'}; {searched:.0f} s for the search", flush=True)
     print(f"written: {given.out} ({torch.cuda.get_device_name() if given.device != 'cpu' else 'CPU'})")
     sys.exit(any(entry["wrong"] for entry in result["settings"].values()))

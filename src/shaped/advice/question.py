@@ -15,6 +15,7 @@ from shaped.covariance import equicorrelated
 from shaped.layers import FeedForwardBranch, Layer, Norm, PostLN, PreLN, ResidualBlock, ShapedAttention, ShapedFeedForward, Weights
 from shaped.layers.base import Sizes
 from shaped.layers.masks import Mask, check_mask, describe_mask
+from shaped.layers.rope import Rope
 from shaped.nn.activations import C_MINUS, ShapedReLU
 from shaped.trajectory import Trajectory
 
@@ -33,7 +34,7 @@ class Question:
     heads: int = 8
     mask: Mask = "causal"
     qk_norm: bool = False
-    rope: float | None = None
+    rope: Rope = None
     hidden: int | None = None
     """Width inside the feed-forward layers; 4n by default, as in the modules."""
     c_minus: float = C_MINUS

@@ -117,7 +117,7 @@ def describe_place(row: Row) -> str:
     return f"{row.gamma:.3g} at tau0 = {row.tau0:.3g}, where {describe_share(row)} of {row.count} networks fail"
 
 
-COLUMNS = ("block", "tau0", "gamma", "networks", "fail", "aligned", "exploded", "|rho|", "growth", "gradients", "")
+COLUMNS = ("block", "tau0", "gamma", "networks", "align", "explode", "fail, %", "|rho|", "growth", "gradients", "")
 
 
 def format_table(advice: Advice) -> Iterator[str]:
@@ -128,7 +128,7 @@ def format_table(advice: Advice) -> Iterator[str]:
         cells += [format_row(row, advice.judge(row)) for row in rows if row is not None]
     cells += [format_row(replace(row, tau0=math.nan), "") for row in advice.compared]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = (0, 4, 10)  # columns of words
+    left = (0, 6, 9, 10)  # columns of words and of intervals
     for row in cells:
         padded = [
             cell.ljust(width) if place in left else cell.rjust(width) for place, (cell, width) in enumerate(zip(row, widths, strict=True))
@@ -141,17 +141,18 @@ def format_row(row: Row, verdict: str) -> tuple[str, ...]:
     gradient = "" if spread is None else f"{spread.ratio:.2g} ({spread.interval[0]:.2g} to {spread.interval[1]:.2g})"
     gamma = "" if row.law in ("Pre-LN", "Post-LN") else f"{row.gamma:.3f}"
     tau0 = "" if math.isnan(row.tau0) else f"{row.tau0:.3f}"
-    counts = (str(row.count), describe_share(row), str(row.aligned), str(row.exploded))
-    name = {"network": "shaped", "limit": "its limit (SDE)"}.get(row.law, row.law)
+    counts = (str(row.count), str(row.aligned), str(row.exploded), describe_share(row).replace(" %", ""))
+    name = {"network": "shaped"}.get(row.law, row.law)
     return name, tau0, gamma, *counts, f"{row.correlation:.2f}", f"{row.growth:.2g}", gradient, verdict
 
 
 def describe_terms(advice: Advice) -> Iterator[str]:
     """What the columns mean."""
     asked = advice.question
-    yield "fail: share of networks that align or explode; each end of an interval holds with 95 % confidence (exact binomial)."
-    yield f"aligned: |rho|, the mean absolute correlation of pairs of tokens after the last layer, is above {asked.correlation:g}."
-    yield f"exploded: the stream is more than {asked.growth:g} times as long after the last layer as before the first (growth)."
+    yield "fail: the share that aligns or explodes; each end of an interval holds with 95 % confidence (exact binomial)."
+    yield f"align: |rho|, the mean absolute correlation of pairs of tokens after the last layer, is above {asked.correlation:g}."
+    yield f"explode: the stream is more than {asked.growth:g} times as long after the last layer as before the first (growth)."
+    yield "limit: paths of the covariance SDE of the same block, with n hidden features."
     spreads = [row.gradient for row in (*advice.rows, *advice.compared) if row.gradient is not None]
     if spreads:
         of = f"{spreads[0].networks} networks with {spreads[0].tokens} tokens"

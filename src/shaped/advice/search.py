@@ -38,7 +38,7 @@ def advise(
     tau0: float | Sequence[float] | None = None,
     gammas: Sequence[float] | None = None,
     qk_norm: bool = False,
-    rope: float | None = None,
+    rope: Any = None,
     hidden: int | None = None,
     c_minus: float = -1.0,
     rho: float = 0.2,

@@ -21,13 +21,12 @@ def read_sizes(config: Any, m: int) -> dict[str, Any]:
     if attention.heads * attention.head_width != network.width:
         got = f"{attention.heads} heads of {attention.head_width} features for {network.width}"
         raise ValueError(f"config must have heads that share the width, as shaped models do, got {got}")
-    mask = attention.mask if attention.mask is None or isinstance(attention.mask, str) else None
     return {
         "n": network.width,
         "d": len(network.blocks),
         "m": m,
         "heads": attention.heads,
-        "mask": mask,
+        "mask": attention.mask,
         "qk_norm": attention.qk_norm is not None,
         "rope": attention.rope,
         "hidden": feedforward.hidden,
