@@ -109,12 +109,10 @@ def advise(
             progress=False,
             tell=tell,
         )
-    from rich.text import Text
-
     summary = {"version": shaped.__version__} | advice.to_dict()
     written = write_results(out, "advise", summary, lambda: draw(advice))
     remark = f"{advice.info['seconds']:.0f} s; seed {seed}"
-    show_results(summary, Text(str(advice), no_wrap=True, overflow="ignore"), remark, written, as_json)
+    show_results(summary, str(advice), remark, written, as_json)
 
 
 def choose_sizes(given: dict[str, Any]) -> dict[str, Any]:
