@@ -25,7 +25,7 @@ ROUND_MEMORY = 2**28
 """Bytes of the covariances that are simulated in one call."""
 GRADIENT_NETWORKS = 8
 GRADIENT_TOKENS = 32
-"""The way back keeps every layer's tokens, and costs ten times the way forward: with more tokens it would take most of the time."""
+"""At width 512 and depth 96 a network takes 0.9 s with 32 tokens and 4.2 s with 128, for seven rows of eight networks."""
 
 
 @dataclass(frozen=True)
