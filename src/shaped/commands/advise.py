@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from shaped.advice import Advice
     from shaped.advice.rows import Row
 
+CONFIG: dict[str, Any] = PLACE | {"metavar": "CONFIG.json"}
 FROM_CONFIG = ("width", "depth", "heads", "hidden", "rope")
-"""Options that a config determines; so does it the mask and QK-norm."""
+"""Options that a config determines, beside the mask and QK-norm."""
 
 
 def advise(
@@ -50,7 +51,7 @@ def advise(
     c_minus: options.CMinus = -1.0,
     config: Annotated[
         Path | None,
-        typer.Option(help="Read the sizes from this model's config.json.", rich_help_panel=LAYER, **PLACE | {"metavar": "CONFIG.json"}),
+        typer.Option(help="Read the sizes from this model's config.json.", rich_help_panel=LAYER, **CONFIG),
     ] = None,
     tau0: Annotated[
         str | None,
