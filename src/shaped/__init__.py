@@ -6,6 +6,8 @@ interrupts.exit_on_interrupt()
 
 from shaped import nn as nn
 from shaped import workers as workers
+from shaped.advice import Advice as Advice
+from shaped.advice import advise as advise
 from shaped.compare import compare as compare
 from shaped.covariance import correlation as correlation
 from shaped.covariance import equicorrelated as equicorrelated

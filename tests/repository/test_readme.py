@@ -54,6 +54,7 @@ def test_the_examples_print_what_is_shown():
         ("modules", "Recover"),
         ("huggingface", "ShapingCallback"),
         ("predict", "predict"),
+        ("advise", "advise"),
         ("layers", "drift"),
         ("gradients", "backpropagate"),
         ("adding-a-layer", "ResidualLayer"),

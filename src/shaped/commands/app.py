@@ -10,6 +10,7 @@ import typer
 
 from shaped import __version__, interrupts
 from shaped.commands import train
+from shaped.commands.advise import advise
 from shaped.commands.console import flush, print_error
 from shaped.commands.converge import converge
 from shaped.commands.predict import predict
@@ -18,7 +19,7 @@ from shaped.commands.simulate import simulate
 
 # Help is Markdown: in rich's own markup, [tokens, tokens] would be a style and vanish.
 app = typer.Typer(invoke_without_command=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-for command in (simulate, converge, predict, reproduce):
+for command in (simulate, converge, predict, advise, reproduce):
     app.command(rich_help_panel="Theory")(command)
 app.add_typer(train.app)  # without a name: its commands stand beside those here
 

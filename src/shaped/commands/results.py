@@ -33,16 +33,21 @@ def write_results(out: Path, name: str, summary: dict[str, Any], draw: Callable[
 
 
 def show_results(summary: dict[str, Any], table: Any, remark: str, written: list[Path], as_json: bool) -> None:
+    """`table` is one of rich, drawn for this terminal, or a text, printed as it is."""
     lines = Lines()
     if as_json:
         lines.say(json.dumps(summary, allow_nan=False))
     else:
-        from rich.console import Console
-
-        drawn, terminal = io.StringIO(), Console()
-        Console(file=drawn, width=terminal.width, force_terminal=terminal.is_terminal).print(table)
-        lines.say(drawn.getvalue() + remark)
+        lines.say((f"{table}\n" if isinstance(table, str) else draw_table(table)) + remark)
         lines.say(f"written: {' '.join(map(str, written))}")
         if not find_spec("matplotlib"):
             lines.say("no picture: matplotlib is not installed (pip install 'shaped-transformer[plot]')")
     lines.end(written[0].parent)
+
+
+def draw_table(table: Any) -> str:
+    from rich.console import Console
+
+    drawn, terminal = io.StringIO(), Console()
+    Console(file=drawn, width=terminal.width, force_terminal=terminal.is_terminal).print(table)
+    return drawn.getvalue()

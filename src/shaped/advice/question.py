@@ -1,0 +1,134 @@
+"""Question: the network that is asked about, what counts as a failure, and the blocks that are simulated for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from shaped.checks import check_bool, in_range, positive, whole_number
+from shaped.covariance import equicorrelated
+from shaped.layers import FeedForwardBranch, Layer, Norm, PostLN, PreLN, ResidualBlock, ShapedAttention, ShapedFeedForward, Weights
+from shaped.layers.base import Sizes
+from shaped.layers.masks import Mask, check_mask, describe_mask
+from shaped.layers.rope import Rope
+from shaped.nn.activations import C_MINUS, ShapedReLU
+from shaped.trajectory import Trajectory
+
+PLAIN: dict[str, Any] = {"identity": False, "centre": False, "temperature": False}
+COMPARED = ("unshaped", "Pre-LN", "Post-LN")
+"""Blocks of the same size to compare with. Unshaped: softmax attention and ReLU, with gains as the shaped block, without norms."""
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A network of this package at initialisation, and the bounds beyond which it fails."""
+
+    n: int
+    d: int
+    m: int
+    heads: int = 8
+    mask: Mask = "causal"
+    qk_norm: bool = False
+    rope: Rope = None
+    hidden: int | None = None
+    """Width inside the feed-forward layers; 4n by default, as in the modules."""
+    c_minus: float = C_MINUS
+    rho: float = 0.2
+    correlation: float = 0.9
+    growth: float = 10.0
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("n", "d", "m", "heads"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        if self.m < 2:
+            raise ValueError(f"m must be at least 2: one token has no correlation, got {self.m}")
+        if self.n < self.m:
+            raise ValueError(
+                f"n must be at least {self.m}, the number of tokens: fewer features cannot have every covariance, got {self.n}"
+            )
+        if self.n % self.heads:
+            raise ValueError(f"heads must divide the width n = {self.n}, got {self.heads}")
+        object.__setattr__(self, "mask", check_mask(self.mask, self.heads))
+        if isinstance(self.mask, Tensor) and self.mask.shape[-1] != self.m:
+            raise ValueError(f"mask must be for the m = {self.m} tokens, got shape {tuple(self.mask.shape)}")
+        check_bool("qk_norm", self.qk_norm)
+        object.__setattr__(self, "hidden", 4 * self.n if self.hidden is None else whole_number("hidden", self.hidden))
+        in_range("rho", self.rho, 0.0, 1.0)
+        if not self.rho < in_range("correlation", self.correlation, 0.0, 1.0) < 1.0:
+            raise ValueError(f"correlation must lie above rho = {self.rho:g}, where tokens start, and below 1, got {self.correlation}")
+        if not positive("growth", self.growth, 1e6) > 1.0:
+            raise ValueError(f"growth must be above 1, the length at the start, got {self.growth}")
+        if not in_range("share", self.share, 0.0, 0.5) >= 1e-4:
+            raise ValueError(f"share must be at least 0.0001: fewer failures take too many networks to see, got {self.share}")
+        self.network(0.5, 1.0).check_sizes(Sizes(self.n, None))
+
+    def start(self, m: int | None = None) -> Float[Tensor, "m m"]:
+        return equicorrelated(self.m if m is None else m, self.rho)
+
+    @property
+    def upper(self) -> float:
+        """An eigenvalue of V at which a path stops. Its sum of eigenvalues, m times the mean squared length, is then beyond the bound."""
+        return self.growth**2 * self.m
+
+    def attention(self, gamma: float, tau0: float, m: int | None = None, **how: Any) -> ShapedAttention:
+        mask = self.mask[..., :m, :m] if isinstance(self.mask, Tensor) else self.mask
+        return ShapedAttention(gamma, tau0, self.heads, True, mask, qk_norm=self.qk_norm, rope=self.rope, **how)
+
+    def feedforward(self, *, shaped: bool, **how: Any) -> ResidualBlock:
+        """As `ShapedFeedForwardBlock` starts."""
+        assert self.hidden is not None
+        activation = ShapedReLU(0.0, self.c_minus)
+        function = activation.at(self.n) if shaped else activation.plain
+        inner, outer = Weights(self.n**-0.5), Weights(math.sqrt(function.normaliser() / self.hidden))
+        return ResidualBlock(FeedForwardBranch(self.hidden, inner, outer, function), **how)
+
+    def network(self, gamma: float, tau0: float, m: int | None = None) -> Layer:
+        """A block as `ShapedTransformerBlock` starts: both branches have the weight gamma."""
+        return self.attention(gamma, tau0, m) >> self.feedforward(shaped=True, lam=math.sqrt(1.0 - gamma**2), gamma=gamma)
+
+    def limit(self, gamma: float, tau0: float) -> Layer:
+        """The paper's block, whose feed-forward layer has n hidden features. Its noise is 2γ²; with 4n features it is γ²(2 − 3γ²/4)."""
+        return self.attention(gamma, tau0) >> ShapedFeedForward(gamma, c_minus=self.c_minus)
+
+    def compared(self, name: str, gamma: float, m: int | None = None) -> Layer:
+        """A block that is not shaped, with the usual temperature."""
+        if name == "unshaped":
+            shortcut = math.sqrt(1.0 - gamma**2)
+            return self.attention(gamma, 1.0, m, **PLAIN) >> self.feedforward(shaped=False, lam=shortcut, gamma=gamma)
+        attention, norm = self.attention(1.0, 1.0, m, lam=1.0, **PLAIN), Norm("layer")
+        if name == "Pre-LN":
+            return PreLN(attention) >> self.feedforward(shaped=False, norm=norm)
+        return PostLN(attention) >> self.feedforward(shaped=False, after=norm)
+
+    def judge(self, paths: Trajectory) -> tuple[Bool[Tensor, " sample"], Bool[Tensor, " sample"], Tensor, Tensor]:
+        """Which paths align and which explode; their mean absolute correlation and growth of the stream's length at the last layer."""
+        V = paths.V[-1].double()
+        correlation, growth = mean_absolute_correlation(paths.rho[-1].double()), V.diagonal(dim1=-2, dim2=-1).mean(-1).sqrt()
+        exploded = paths.stopped.isfinite() | (growth > self.growth).cpu()
+        return (correlation > self.correlation).cpu() & ~exploded, exploded, correlation.cpu(), growth.cpu()
+
+    def describe(self) -> dict[str, Any]:
+        """For JSON."""
+        names = ("n", "d", "m", "heads", "qk_norm", "rope", "hidden", "c_minus", "rho", "correlation", "growth", "share")
+        mask = self.mask if self.mask is None or isinstance(self.mask, str) else describe_mask(self.mask)
+        return {name: getattr(self, name) for name in names} | {"mask": mask}
+
+
+def mean_absolute_correlation(rho: Float[Tensor, "*batch m m"]) -> Float[Tensor, "*batch"]:
+    """Over pairs of tokens. Without the absolute value a stream of rank one, in which half of the tokens point back, would look healthy."""
+    m = rho.shape[-1]
+    return (rho.abs().sum((-2, -1)) - m) / (m * (m - 1))
+
+
+def squared_error(outputs: Float[Tensor, "batch m k"]) -> Float[Tensor, " batch"]:
+    return outputs.square().sum((-2, -1)) / 2
+
+
+def median(values: Tensor) -> float:
+    return torch.quantile(values, 0.5).item()

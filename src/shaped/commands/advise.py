@@ -1,0 +1,149 @@
+"""`shaped advise`: the largest safe gamma for a size, with intervals."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import shaped
+from shaped.commands import options
+from shaped.commands.blocks import read_mask
+from shaped.commands.console import print_error
+from shaped.commands.options import ATTENTION, LAYER, PLACE, SOLVER, WORK, show_choices
+from shaped.commands.results import check_folder, show_results, write_results
+from shaped.workers import open_executor
+
+if TYPE_CHECKING:
+    from shaped.advice import Advice
+    from shaped.advice.rows import Row
+
+CONFIG: dict[str, Any] = PLACE | {"metavar": "CONFIG.json"}
+FROM_CONFIG = ("width", "depth", "heads", "hidden", "rope")
+"""Options that a config determines, beside the mask and QK-norm."""
+
+
+def advise(
+    width: Annotated[int | None, typer.Option(help="Width n.", rich_help_panel=LAYER)] = None,
+    depth: Annotated[int | None, typer.Option(help="Depth d.", rich_help_panel=LAYER)] = None,
+    tokens: options.Tokens = 128,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.", show_default="8", rich_help_panel=ATTENTION)] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            help="causal, none, alibi, or a .npy file with a bias on the logits.",
+            show_default="causal",
+            rich_help_panel=ATTENTION,
+            **show_choices("causal", "none", "alibi", "FILE.npy"),
+        ),
+    ] = None,
+    qk_norm: options.QKNorm = False,
+    rope: options.Rope = None,
+    hidden: Annotated[
+        int | None, typer.Option(help="Width inside the feed-forward layers.", show_default="4 width", rich_help_panel=LAYER)
+    ] = None,
+    c_minus: options.CMinus = -1.0,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Read the sizes from this model's config.json.", rich_help_panel=LAYER, **CONFIG),
+    ] = None,
+    tau0: Annotated[
+        str | None,
+        typer.Option(
+            help="Temperatures to search, separated by commas.",
+            show_default="width^-1/2, width^-1/4, 1",
+            metavar="NUMBER,…",
+            rich_help_panel=ATTENTION,
+        ),
+    ] = None,
+    rho: options.Rho = 0.2,
+    correlation: Annotated[
+        float, typer.Option(help="Tokens align if their mean absolute correlation is above this.", rich_help_panel=SOLVER)
+    ] = 0.9,
+    growth: Annotated[float, typer.Option(help="The stream explodes if its length grows more than this.", rich_help_panel=SOLVER)] = 10.0,
+    share: Annotated[float, typer.Option(help="Share of networks that may fail.", rich_help_panel=SOLVER)] = 0.01,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Most networks at one gamma and tau0.", show_default="what proves the share", rich_help_panel=SOLVER),
+    ] = None,
+    seed: options.Seed = 0,
+    device: options.Device = "cpu",
+    workers: Annotated[
+        int | None, typer.Option(help="Processes to share the work.", show_default="one a core", rich_help_panel=WORK)
+    ] = None,
+    scheduler: options.Scheduler = None,
+    out: options.Out = Path("out"),
+    as_json: options.Json = False,
+) -> None:
+    """Find the largest gamma at which shaped networks of a size neither align their tokens nor explode at initialisation."""
+    asked = choose_sizes(locals())
+    temperatures = None if tau0 is None else parse_numbers("tau0", tau0)
+    check_folder(out)
+    began = time.perf_counter()
+
+    def tell(row: Row) -> None:
+        if not as_json and sys.stderr is not None and sys.stderr.isatty():
+            spent = time.perf_counter() - began
+            print_error(f"{spent:5.0f} s  {row.law}, tau0 {row.tau0:.3g}, gamma {row.gamma:.3g}: {row.failed} of {row.count} fail")
+
+    if workers is None and scheduler is None and device == "cpu":
+        workers = os.cpu_count()
+    with open_executor(workers, scheduler) as executor:
+        advice = shaped.advise(
+            **asked,
+            c_minus=c_minus,
+            tau0=temperatures,
+            rho=rho,
+            correlation=correlation,
+            growth=growth,
+            share=share,
+            samples=samples,
+            seed=seed,
+            device=device,
+            executor=executor,
+            progress=False,
+            tell=tell,
+        )
+    summary = {"version": shaped.__version__} | advice.to_dict()
+    written = write_results(out, "advise", summary, lambda: draw(advice))
+    remark = f"{advice.info['seconds']:.0f} s; seed {seed}"
+    show_results(summary, str(advice), remark, written, as_json)
+
+
+def choose_sizes(given: dict[str, Any]) -> dict[str, Any]:
+    """The sizes as the library names them, from the options or from a config."""
+    if given["config"] is not None:
+        for name in (*FROM_CONFIG, "mask", "qk_norm"):
+            if given[name] not in (None, False):
+                raise ValueError(f"{name} must be left out with a config, which determines it, got {given[name]}")
+        if not find_spec("transformers"):
+            raise ValueError("config needs transformers (pip install 'shaped-transformer[hf]')")
+        from shaped.hf.prediction.sizes import read_sizes
+
+        return read_sizes(given["config"], given["tokens"])
+    for name in ("width", "depth"):
+        if given[name] is None:
+            raise ValueError(f"{name} must be given without a config, got none")
+    heads = 8 if given["heads"] is None else given["heads"]
+    mask = None if given["mask"] == "none" else read_mask(given["mask"] or "causal", given["tokens"], heads)
+    named = {"n": given["width"], "d": given["depth"], "m": given["tokens"], "heads": heads, "mask": mask}
+    return named | {name: given[name] for name in ("qk_norm", "rope", "hidden")}
+
+
+def parse_numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} must be numbers separated by commas, got {text!r}") from None
+
+
+def draw(advice: Advice) -> bytes:
+    buffer = BytesIO()
+    advice.draw().savefig(buffer, format="png", dpi=160)
+    return buffer.getvalue()

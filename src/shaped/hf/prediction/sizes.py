@@ -1,0 +1,33 @@
+"""The sizes of a model's residual stream, attention and feed-forward layers, read from its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shaped.hf.prediction.families import describe_network, read_config
+from shaped.layers import AttentionBranch, FeedForwardBranch
+
+
+def read_sizes(config: Any, m: int) -> dict[str, Any]:
+    """The arguments of `shaped.advise` for a shaped model of this size: n, d, m, heads, mask, qk_norm, rope and hidden.
+
+    What a family has beside them (norms, gates, grouped keys, windows, other kinds of QK-norm) is not read: it is no part of a shaped
+    model. Frequencies of RoPE that do not come from a base are read as such.
+    """
+    network = describe_network(read_config(config), m)
+    branches = [branch for layer in network.blocks[0] for branch, _ in layer.pairs]
+    attention = next(branch for branch in branches if isinstance(branch, AttentionBranch))
+    feedforward = next(branch for branch in branches if isinstance(branch, FeedForwardBranch))
+    if attention.heads * attention.head_width != network.width:
+        got = f"{attention.heads} heads of {attention.head_width} features for {network.width}"
+        raise ValueError(f"config must have heads that share the width, as shaped models do, got {got}")
+    return {
+        "n": network.width,
+        "d": len(network.blocks),
+        "m": m,
+        "heads": attention.heads,
+        "mask": attention.mask,
+        "qk_norm": attention.qk_norm is not None,
+        "rope": attention.rope,
+        "hidden": feedforward.hidden,
+    }

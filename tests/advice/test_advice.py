@@ -1,0 +1,244 @@
+"""`shaped.advise`: intervals, search, what is simulated, and what it says."""
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import shaped
+from refusals import refused
+from shaped.advice.measurement import Ledger, Place
+from shaped.advice.question import Question, mean_absolute_correlation
+from shaped.advice.result import Advice
+from shaped.advice.rows import Boundary, GradientSpread, Row
+from shaped.advice.search import GRID, count_for_proof, decide, find_boundary, prove
+from shaped.hf import ShapedConfig
+from shaped.hf.prediction.families import describe_network
+from shaped.intervals import exact_interval, median_interval
+from shaped.layers import AttentionBranch
+from shaped.nn import ShapedDecoder
+from shaped.trajectory import Trajectory
+
+SMALL: dict[str, Any] = {"n": 16, "d": 8, "m": 3, "heads": 2, "share": 0.2}
+
+
+def at_most(k: int, count: int, p: float) -> float:
+    return sum(math.comb(count, i) * p**i * (1 - p) ** (count - i) for i in range(k + 1))
+
+
+@pytest.mark.parametrize(("happened", "count"), [(0, 299), (1, 1), (4, 137), (5, 100), (16, 16), (500, 4096)])
+def test_the_ends_of_an_exact_interval_are_wrong_with_the_given_risk(happened: int, count: int):
+    low, high = exact_interval(happened, count)
+    if happened and count < 1000:
+        assert 1 - at_most(happened - 1, count, low) == pytest.approx(0.05, rel=1e-6)
+    if happened < count < 1000:
+        assert at_most(happened, count, high) == pytest.approx(0.05, rel=1e-6)
+    assert low <= happened / count <= high
+    assert high - low < 0.03 or count < 4096
+    assert (low == 0.0) == (happened == 0)
+    assert (high == 1.0) == (happened == count)
+
+
+def test_the_interval_of_a_median_counts_values_on_either_side():
+    values = [7.0, 1.0, 5.0, 2.0, 8.0, 3.0, 6.0, 4.0]
+    assert median_interval(values) == (2.0, 7.0)  # one of eight values below the median or none: 9/256
+    assert median_interval(values, risk=0.03) == (1.0, 8.0)
+    assert median_interval(values[:4]) == (-math.inf, math.inf)
+
+
+def test_how_many_networks_prove_a_share():
+    assert count_for_proof(0.01) == 299
+    for share in (0.3, 0.05, 0.001):
+        count = count_for_proof(share)
+        assert exact_interval(0, count)[1] < share <= exact_interval(0, count - 1)[1]
+
+
+@pytest.mark.parametrize("last", range(-1, len(GRID)))
+def test_the_search_finds_every_boundary_with_few_tries(last: int):
+    tried: list[float] = []
+
+    def is_safe(gamma: float) -> bool:
+        tried.append(gamma)
+        return last >= 0 and gamma <= GRID[last]
+
+    assert find_boundary(is_safe, GRID) == last
+    assert len(tried) == len(set(tried)) <= 7
+
+
+def test_the_proof_goes_down_from_the_best_candidate_and_up_to_the_last_safe_place():
+    grid = [0.1, 0.2, 0.3, 0.4]
+    verdicts = {0.5: "safe safe unsafe unsafe", 1.0: "safe safe safe unsafe", 2.0: "safe open open unsafe"}
+
+    def look_up(tau0: float, gamma: float) -> str:
+        return verdicts[tau0].split()[grid.index(gamma)]
+
+    found = {0.5: {"network": 0}, 1.0: {"network": 0}, 2.0: {"network": 3}}
+    assert prove(look_up, found, grid) == 0.5  # the best candidate fell to 0.1; of equals the smallest tau0 is looked at first
+    assert found[0.5]["network"] == 1
+    found = {0.5: {"network": 3}, 1.0: {"network": 2}}
+    assert prove(look_up, found, grid) == 1.0
+    assert found == {0.5: {"network": 1}, 1.0: {"network": 2}}
+    assert prove(lambda tau0, gamma: "unsafe", found, grid) == 0.5
+    assert found[0.5]["network"] == -1
+
+
+def test_a_place_is_decided_by_as_many_networks_as_it_takes():
+    class Counting:
+        def __init__(self, failing: int):
+            self.failing, self.totals = failing, []
+
+        def reach(self, place: Place, total: int) -> Row:
+            self.totals.append(total)
+            return make_row(count=total, exploded=min(self.failing, total))
+
+    for failing, most, verdict, totals in (
+        (0, 299, "safe", [8, 16, 32, 64, 128, 256, 299]),
+        (2, 299, "unsafe", [8]),
+        (1, 100, "open", [8, 16, 32, 64, 100]),
+        (1, 1000, "safe", [8, 16, 32, 64, 128, 256, 299, 598]),
+    ):
+        ledger: Any = Counting(failing)
+        assert decide(ledger, Place("network", 0.1, 1.0), 0.01, 299, most) == verdict
+        assert ledger.totals == totals
+
+
+def test_tokens_that_point_back_are_aligned_and_longer_streams_explode():
+    X = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
+    assert mean_absolute_correlation(X @ X.T).item() == pytest.approx(1.0)
+    mixed = torch.tensor([[1.0, -0.5, 0.2], [-0.5, 1.0, 0.1], [0.2, 0.1, 1.0]], dtype=torch.float64)
+    assert mean_absolute_correlation(mixed).item() == pytest.approx(0.8 / 3)
+    asked = Question(16, 8, 3, 2, correlation=0.9, growth=2.0)
+    lengths = [1.0, 3.9, 4.1, 1.0, 1.0]  # squared
+    V = torch.stack([length * torch.eye(3, dtype=torch.float64) for length in lengths])
+    V[3] = shaped.equicorrelated(3, 0.91)
+    stopped = torch.tensor([math.inf] * 4 + [0.3], dtype=torch.float64)
+    aligned, exploded, correlation, growth = asked.judge(Trajectory(torch.zeros(1), V[None], stopped))
+    assert aligned.tolist() == [False, False, False, True, False]
+    assert exploded.tolist() == [False, False, True, False, True]
+    assert correlation[3].item() == pytest.approx(0.91)
+    assert growth[2].item() == pytest.approx(4.1**0.5)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_blocks_are_those_of_the_models(qk_norm: bool):
+    """The feed-forward layer is the one that `predict` reads from the model, and the logits have the model's scale."""
+    config = ShapedConfig(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, gamma=0.3, tau0=0.4, c_minus=-0.5, is_decoder=True, qk_norm=qk_norm
+    )
+    blocks = describe_network(config, 3).blocks
+    asked = Question(16, 3, 3, 2, c_minus=-0.5, qk_norm=qk_norm)
+    attention, feedforward = asked.network(0.3, 0.4).layers
+    assert len(blocks) == 3
+    assert feedforward == blocks[0][1]
+    ((branch, _),) = blocks[0][0].pairs
+    assert isinstance(branch, AttentionBranch)
+    assert isinstance(attention, shaped.ShapedAttention)
+    assert branch.scale is not None
+    size = 1.0 if qk_norm else branch.query.std * branch.key.std * 16
+    assert branch.scale * size == pytest.approx(1 / attention.tau(16, 8))
+    assert (blocks[0][0].lam, blocks[0][0].gamma) == pytest.approx((attention.shortcut, attention.gamma))
+    assert (branch.heads, branch.mask, attention.project) == (attention.heads, attention.mask, True)
+
+
+def test_networks_fail_as_often_as_the_modules():
+    """Length and correlation of decoders with explicit weights, and of what the ledger simulates."""
+    asked = Question(n=16, d=6, m=3, heads=2)
+    ledger = Ledger(asked, seed=5)
+    place = Place("network", 0.6, 0.3)
+    ledger.reach(place, 1024)
+    record = ledger.records[place]
+    torch.manual_seed(3)
+    X = 4.0 * torch.linalg.qr(torch.randn(16, 3)).Q.T  # orthonormal rows times sqrt(n)
+    X = torch.linalg.cholesky(asked.start().float()) @ X
+    with torch.no_grad():
+        Y = torch.stack([ShapedDecoder(6, 16, 2, gamma=0.6, tau0=0.3)(X) for _ in range(150)]).double()
+    V = Y @ Y.mT / 16
+    made = mean_absolute_correlation(shaped.correlation(V)), V.diagonal(dim1=-2, dim2=-1).mean(-1).sqrt().log()
+    drawn = torch.cat(record.correlation), torch.cat(record.growth).log()
+    for one, other in zip(made, drawn, strict=True):
+        error = (one.var() / len(one) + other.var() / len(other)).sqrt()
+        assert abs(one.mean() - other.mean()) < 5 * error
+        assert error < 0.08
+
+
+def test_a_whole_search_is_the_same_on_an_executor():
+    rows: list[Row] = []
+    advice = shaped.advise(**SMALL, tau0=(0.2, 1.0), gammas=(0.05, 0.7), growth=1.5, seed=1, tell=rows.append)
+    with ThreadPoolExecutor(2) as executor:
+        other = shaped.advise(**SMALL, tau0=(0.2, 1.0), gammas=(0.05, 0.7), growth=1.5, seed=1, executor=executor)
+    text, also = (json.dumps(one.to_dict() | {"info": None}, allow_nan=False) for one in (advice, other))
+    assert text == also
+    assert advice.best is not None
+    assert advice.best in advice.rows
+    assert advice.best.verdict(0.2) == "safe"
+    assert advice.best.count >= count_for_proof(0.2) == 14
+    assert advice.best.gradient is not None
+    assert {row.law for row in advice.compared} == {"unshaped", "Pre-LN", "Post-LN"}
+    assert {(one.law, one.tau0) for one in advice.boundaries} == {(law, t) for law in ("network", "limit") for t in (0.2, 1.0)}
+    assert {(row.law, row.gamma, row.tau0) for row in advice.rows} <= {(row.law, row.gamma, row.tau0) for row in rows}
+    assert advice.sentence in str(advice)
+
+
+def make_row(**values: Any) -> Row:
+    usual: dict[str, Any] = {"count": 299, "aligned": 0, "exploded": 0, "correlation": 0.3, "growth": 1.0}
+    return Row(**({"law": "network", "gamma": 0.25, "tau0": 1.0} | usual | values))
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "unsafe", "proved", "words"),
+    [
+        ({}, {"exploded": 20}, True, True, ("proved to be safe is 0.25", "The next, 0.3", "it is unsafe.")),
+        ({}, {"exploded": 3}, False, False, ("do not prove what it is", "none is proved to be unsafe")),
+        ({}, None, False, True, ("proved to be safe is 0.25", "the largest that was tried")),
+        (None, {"aligned": 200}, True, True, ("No gamma is safe: even 0.3", "66.9 % (62.1 to 71.4)")),
+        (None, {"aligned": 3}, False, False, ("No gamma is safe", "these samples do not prove it")),
+    ],
+)
+def test_the_answer_says_what_is_proved(below: Any, above: Any, unsafe: bool, proved: bool, words: tuple[str, ...]):
+    safe = None if below is None else make_row(**below, gradient=GradientSpread(2.0, (1.0, math.inf), 8, 3))
+    higher = None if above is None else make_row(gamma=0.3, **above)
+    answer = Boundary("network", 1.0, safe, higher, higher if unsafe else None)
+    rows = [row for row in (safe, higher) if row is not None]
+    rows.append(make_row(law="limit"))
+    advice = Advice(Question(16, 8, 3, 2), [answer, replace(answer, law="limit", below=rows[-1], above=None)], rows, [], answer)
+    assert advice.proved == proved
+    assert advice.best is safe
+    assert all(word in advice.sentence for word in words)
+    json.dumps(advice.to_dict(), allow_nan=False)
+    shown = advice.draw()
+    assert len(shown.axes) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"n": 2}, ("n must", "3", "got 2")),
+        ({"m": 1}, ("m must", "got 1")),
+        ({"d": 0}, ("d must", "got 0")),
+        ({"heads": 3}, ("heads must divide", "16", "got 3")),
+        ({"mask": "triangular"}, ("mask must", "triangular")),
+        ({"mask": torch.zeros(4, 4)}, ("mask must", "3", "(4, 4)")),
+        ({"qk_norm": 1}, ("qk_norm must", "got 1")),
+        ({"hidden": 0}, ("hidden must", "got 0")),
+        ({"correlation": 0.1}, ("correlation must", "0.2", "got 0.1")),
+        ({"correlation": 1.0}, ("correlation must", "got 1")),
+        ({"growth": 1.0}, ("growth must", "got 1")),
+        ({"share": 0.0}, ("share must", "got 0")),
+        ({"share": 0.7}, ("share must", "got 0.7")),
+        ({"samples": 5}, ("samples must", "14", "got 5")),
+        ({"tau0": "1"}, ("tau0 must", "'1'")),
+        ({"tau0": ()}, ("tau0 must", "got 0")),
+        ({"tau0": (1.0, -1.0)}, ("tau0 must", "got -1")),
+        ({"gammas": (0.3, 0.2)}, ("gammas must", "[0.3, 0.2]")),
+        ({"gammas": (0.3, 1.2)}, ("gammas must", "got 1.2")),
+        ({"seed": -1}, ("seed must", "got -1")),
+        ({"rope": -2.0}, ("rope must", "-2")),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong: dict[str, Any], words: tuple[str, ...]):
+    with refused(*words):
+        shaped.advise(**SMALL | wrong)
