@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,8 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
         value, kind = choose_loss(output, batch, loss)
         gradients = differentiate(model, value)
     observed = tuple(
-        StackObservation(name, layers[0].entering, tuple(make_layer(part, gradients) for part in layers)) for name, layers in stacks.items()
+        StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, gradients) for labelled in label_parts(parts)))
+        for name, parts in stacks.items()
     )
     return Observation(observed, float(value), kind, find_non_finite(model, observed, float(value), gradients))
 
@@ -108,11 +110,20 @@ def differentiate(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in zip(matrices, found, strict=True) if gradient is not None}
 
 
-def make_layer(part: Part, gradients: Mapping[str, Tensor]) -> LayerObservation:
+def label_parts(parts: Iterable[Part]) -> Iterator[tuple[Part, str]]:
+    """Parts and their names. A layer that is called several times, as in ALBERT, has the call's number too."""
+    seen: Counter[str] = Counter()
+    for part in parts:
+        seen[part.name] += 1
+        name = part.name or "the model"
+        yield part, name if seen[part.name] == 1 else f"{name} (call {seen[part.name]})"
+
+
+def make_layer(part: Part, label: str, gradients: Mapping[str, Tensor]) -> LayerObservation:
     prefix = f"{part.name}." if part.name else ""
     units = sum(one.units for one in part.activations)
     return LayerObservation(
-        name=part.name,
+        name=label,
         tokens=part.leaving,
         attention=dict(part.attention),
         gradients={name[len(prefix) :]: gradient_length(value) for name, value in gradients.items() if name.startswith(prefix)},

@@ -1,0 +1,45 @@
+"""Copies of a model with fresh weights, drawn as the model's own code draws them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from shaped.nn.modules import init_normal
+
+RESETS = ("reset_parameters", "_reset_parameters")  # PyTorch's names; nn.MultiheadAttention has the second
+
+
+def make_fresh_copy(model: nn.Module, seed: int) -> nn.Module:
+    """The same model with newly drawn weights. The caller's random numbers are not touched.
+
+    transformers' models have `init_weights`; in others each module that has parameters must have `reset_parameters`. A ValueError names
+    the module that has neither.
+    """
+    fresh = copy.deepcopy(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        if callable(getattr(fresh, "init_weights", None)) and hasattr(fresh, "config"):
+            for part in (*fresh.modules(), *fresh.parameters(), *fresh.buffers()):
+                if hasattr(part, "_is_hf_initialized"):  # transformers' mark on what it must not draw again
+                    del part._is_hf_initialized  # pyright: ignore[reportAttributeAccessIssue]
+            fresh.init_weights()  # pyright: ignore[reportCallIssue]
+        else:
+            for name, module in reversed(list(fresh.named_modules())):  # parents last: some draw their parts again in their own way
+                reset(name, module)
+    return fresh
+
+
+def reset(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding) and "std" in module.__dict__:
+        init_normal(module, module.__dict__["std"])
+        return
+    for method in RESETS:
+        if callable(getattr(module, method, None)):
+            getattr(module, method)()
+            return
+    if next(module.parameters(recurse=False), None) is not None:
+        place = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        raise ValueError(f"model must have reset_parameters in every module with weights to be drawn again, got none in {place}")
