@@ -31,7 +31,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         self._number = 0
         self._real: Tensor | None = None
         self._batch_first = True
-        self._watcher = CallWatcher(self._attend, self._activate, self._see_part, self._count_sequences)
+        self._watcher = CallWatcher(self._attend, self._count_dead, self._see_part, self._count_sequences)
         self._removals: list[Callable[[], None]] = []
 
     def __enter__(self) -> LayerRecorder:
@@ -111,9 +111,6 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             part.attention[own] = found
             part.calls.add(self._number)
 
-    def _activate(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        self._count_dead(function, x)
-
     def _see_part(self) -> None:
         if self._running and is_plain_function(self._running[-1][1]):
             self._activations[-1] = True
@@ -144,11 +141,10 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
     def _find_real(self, name: str, batch: int, m: int) -> Tensor | None:
         """Which tokens are not padding, [batch, m]: what the batch says, or which keys the last self-attention masked for every query."""
         fitting = {key: mask for key, mask in self._masks.items() if tuple(mask.shape) == (batch, m)}
-        preferred = [mask for key, mask in fitting.items() if ("decoder" in key) == ("decoder" in name.split("."))]
-        for mask in (*preferred, *fitting.values()):
-            return None if bool(mask.all()) else mask
-        real = self._real
-        return real if real is not None and tuple(real.shape) == (batch, m) and not bool(real.all()) else None
+        ours = [mask for key, mask in fitting.items() if ("decoder" in key) == ("decoder" in name.split("."))]
+        masked = [] if self._real is None or tuple(self._real.shape) != (batch, m) else [self._real]
+        real = next(iter((*ours, *fitting.values(), *masked)), None)
+        return None if real is None or bool(real.all()) else real
 
 
 def find_padding_masks(batch: Any) -> dict[str, Tensor]:

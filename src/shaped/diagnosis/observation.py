@@ -81,7 +81,8 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
         StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, gradients) for labelled in label_parts(parts)))
         for name, parts in stacks.items()
     )
-    return Observation(observed, float(value), kind, find_non_finite(model, observed, float(value), gradients))
+    number = float(value.detach())
+    return Observation(observed, number, kind, find_non_finite(model, observed, number, gradients))
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
