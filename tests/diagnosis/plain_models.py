@@ -24,7 +24,7 @@ class EinsumAttention(nn.Module):
         scores = torch.einsum("bhid,bhjd->bhij", q, k) * 3.0
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(future, -1e9)
-        self.seen.append(scores.masked_fill(future, -torch.inf))
+        self.seen.append(scores.detach().masked_fill(future, -torch.inf))
         return self.out((scores.softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -38,7 +38,7 @@ class FeedForward(nn.Module):
 
 
 class ListOfLists(nn.Module):
-    """Layers are lists that are never called; the residual sums are in the model. Its input is changed in place."""
+    """Layers are lists that are never called; the residual sums are in the model."""
 
     def __init__(self, depth: int = 3):
         super().__init__()
@@ -48,12 +48,11 @@ class ListOfLists(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        self.streams.append(x.clone())
+        self.streams.append(x.detach().clone())
         for attention, feedforward in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
-            x += attention(x)
+            x = x + attention(x)
             x = x + feedforward(x)
-            self.streams.append(x.clone())
+            self.streams.append(x.detach().clone())
         return self.norm(x)
 
 
@@ -67,7 +66,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         q, k, v = self.query(x), self.key(x), self.value(x)
-        self.logits.append((q @ k.mT * 0.7 + bias)[:, None])
+        self.logits.append((q @ k.mT * 0.7 + bias)[:, None].detach())
         return x + F.gelu(F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.7))
 
 
@@ -82,7 +81,7 @@ class Attributes(nn.Module):
         bias = -0.3 * torch.arange(x.shape[1], dtype=x.dtype).expand(x.shape[1], -1)
         one = self.first(x, bias)
         two = self.second(one, bias)
-        self.streams += [x, one, two]
+        self.streams += [x, one.detach(), two.detach()]
         return two
 
 
@@ -97,7 +96,7 @@ class GroupedShaped(nn.Module):
     def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
         scores = q @ k.repeat_interleave(2, 1).mT / 2 + torch.where(allowed, 0.1, -torch.inf)
-        self.logits.append(scores)
+        self.logits.append(scores.detach())
         attended = shaped_attention(q, k, v, attn_mask=torch.where(allowed, 0.1, -torch.inf).to(x.dtype))
         return 0.8 * x + 0.6 * attended.transpose(1, 2).flatten(2)
 
@@ -113,8 +112,8 @@ class PaddedShaped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         allowed = (x[..., 0] != 0)[:, None, None]
-        self.streams.append(x)
+        self.streams.append(x.detach())
         for block in self.blocks:
             x = block(x, allowed)
-            self.streams.append(x)
+            self.streams.append(x.detach())
         return x

@@ -90,10 +90,11 @@ def test_plain_models(kind: type[nn.Module]):
 def test_pytorchs_own_encoder_in_both_layouts(batch_first: bool, tokens: int):
     torch.manual_seed(5)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 24, batch_first=batch_first)
+    nn.init.constant_(layer.linear1.bias, -0.6)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
     x = torch.randn(3, tokens, WIDTH, generator=generator(3)).double()
     padding = torch.zeros(3, tokens, dtype=torch.bool)
-    padding[1, 2:] = True
+    padding[1:, 2:] = True
     (stack,) = observe(model, {"src": x if batch_first else x.transpose(0, 1), "src_key_padding_mask": padding}).stacks
     attention: Any = model.layers[0].self_attn
     q, k, _ = nn.functional.linear(x, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
@@ -101,10 +102,12 @@ def test_pytorchs_own_encoder_in_both_layouts(batch_first: bool, tokens: int):
     logits = (q @ k.mT / 8**0.5).masked_fill(padding[:, None, None], -torch.inf)
     check_attention(stack.layers[0].attention["self_attn"], logits, ~padding)
     check_tokens(stack.entering, x, ~padding)
-    units = model.layers[0].linear1(model.layers[0].norm1(x + model.layers[0]._sa_block(x, None, padding)))  # pyright: ignore
-    dead = (units <= 0).flatten(0, 1).all(0) if not batch_first else (units[~padding] <= 0).all(0)
-    if batch_first:
-        assert stack.layers[0].dead == pytest.approx(float(dead.double().mean()))
+    block: Any = model.layers[0]
+    attended = attention(*3 * [x if batch_first else x.transpose(0, 1)], key_padding_mask=padding)[0]
+    units = block.linear1(block.norm1(x + (attended if batch_first else attended.transpose(0, 1))))
+    dead = (units[~padding] <= 0).all(0).double().mean()
+    assert stack.layers[0].dead == pytest.approx(float(dead))
+    assert 0.0 < (units <= 0).flatten(0, 1).all(0).double().mean() < dead < 1.0  # padding makes some units alive
 
 
 def test_multi_head_attention_that_returns_its_weights():

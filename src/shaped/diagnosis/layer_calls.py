@@ -118,7 +118,8 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
     def _count_dead(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         if x.ndim < 2:
             return
-        real = self._find_real(self._running[-1][0] if self._running else "", *x.shape[:2]) if x.ndim == 3 and self._batch_first else None
+        x = x if self._batch_first or x.ndim != 3 else x.transpose(0, 1)
+        real = self._find_real(self._running[-1][0], *x.shape[:2]) if x.ndim == 3 and self._running else None
         found = count_dead_units(function, x if real is None else x[real])
         for part in self._open.values():
             part.activations.append(found)

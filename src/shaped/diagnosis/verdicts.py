@@ -73,7 +73,7 @@ def judge(observation: Observation) -> tuple[Finding, ...]:
     if observation.non_finite:
         place = observation.non_finite
         sentence = f"the first value that is not finite: {place}"
-        found.append(Finding("non-finite values", "", (), math.nan, 0.0, "a step would make every weight nan", sentence, FARTHEST))
+        found.insert(0, Finding("non-finite values", "", (), math.nan, 0.0, "a step would make every weight nan", sentence, FARTHEST))
     return tuple(sorted(found, key=lambda finding: -finding.decades))
 
 
