@@ -75,7 +75,7 @@ def test_a_folder_with_weights_and_a_tokenizer(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None))
     model.save_pretrained(tmp_path)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(40)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{number % 7 + 1}" for number in range(17)))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.curves import Curves, list_curves
-from shaped.diagnosis.losses import Loss
 from shaped.diagnosis.observation import Observation, observe
+from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.reinitialised import make_fresh_copy
 
 PREDICTED = {"correlation": "rho", "rank": "rank", "length": "length", "entropy": "entropy"}
@@ -74,7 +74,7 @@ def copy_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | 
         except ValueError as error:
             return Bands({}, f"no band: {error}")
         for stack in observe(fresh, batch, loss).stacks:
-            curves[stack.name].append(list_curves(stack))
+            curves.setdefault(stack.name, []).append(list_curves(stack))
         del fresh  # before the next copy is made
     stacks = {stack: {name: make_band([one[name] for one in copies]) for name in copies[0]} for stack, copies in curves.items() if copies}
     return Bands(stacks, f"{seeds} copies with fresh weights")

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaped.diagnosis.layer_calls import LayerRecorder
-from shaped.diagnosis.losses import Loss, choose_loss
-from shaped.diagnosis.quantities import AttentionQuantities, TokenQuantities, gradient_length
-from shaped.diagnosis.stack import Part, choose_layers
-from shaped.diagnosis.unchanged import keep_unchanged
+from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
+from shaped.diagnosis.one_pass.losses import Loss, choose_loss
+from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
+from shaped.diagnosis.one_pass.stack import Part, choose_layers
+from shaped.diagnosis.one_pass.unchanged import keep_unchanged
 
 
 @dataclass(frozen=True)
