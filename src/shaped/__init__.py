@@ -12,6 +12,8 @@ from shaped.compare import compare as compare
 from shaped.covariance import correlation as correlation
 from shaped.covariance import equicorrelated as equicorrelated
 from shaped.covariance import gram as gram
+from shaped.diagnosis import Diagnosis as Diagnosis
+from shaped.diagnosis import diagnose as diagnose
 from shaped.finite import propagate as propagate
 from shaped.gradients import Gradients as Gradients
 from shaped.gradients import backpropagate as backpropagate

@@ -57,6 +57,7 @@ def test_the_examples_print_what_is_shown():
         ("advise", "advise"),
         ("layers", "drift"),
         ("gradients", "backpropagate"),
+        ("diagnose", "verdicts"),
         ("adding-a-layer", "ResidualLayer"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from shaped.checks import SINGLE, finite, in_range
 from shaped.kernels import attention_correction
@@ -49,6 +50,10 @@ def shaped_attention(
         positions: each query's index among the keys, [Q], [1, Q] or [batch, Q], if the queries are not the last tokens (a static cache).
         dropout_p: dropout of the softmax. Identity and centring are not dropped.
     """
+    if has_torch_function_variadic(q, k, v):  # a TorchFunctionMode sees one call, as of PyTorch's own attention
+        arguments = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": is_causal, "attn_mask": attn_mask}
+        arguments |= {"positions": positions, "dropout_p": dropout_p}
+        return handle_torch_function(shaped_attention, (q, k, v), q, k, v, **arguments)
     check_tensors(q=q, k=k, v=v)
     check_tensors(optional=True, attn_mask=attn_mask, positions=positions)
     q, k, v, attn_mask = _autocast(q, k, v, attn_mask)

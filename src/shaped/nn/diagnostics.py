@@ -6,7 +6,7 @@ To add one: write a function here and put `@quantity(name, unit, source)` above 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -86,7 +86,7 @@ def mean_correlation(x: Tensor, real: Tensor | None = None) -> Tensor:
 @quantity("gradient_norm", "", Source.GRADIENTS)
 def gradient_norm(gradients: Iterable[Tensor]) -> float:
     """Euclidean norm of all gradients together."""
-    return sum(float(_at_least_single(gradient).square().sum()) for gradient in gradients) ** 0.5
+    return sum(float(at_least_single(gradient).square().sum()) for gradient in gradients) ** 0.5
 
 
 GAINS = ("lam_attention", "gamma_attention", "lam_feedforward", "gamma_feedforward", "gamma1", "gamma2", "slope")
@@ -114,22 +114,49 @@ def attention_entropy(
     check_tensors(optional=True, attn_mask=attn_mask)
     whole_number("block", block)
     with torch.autocast(q.device.type, enabled=False):
-        q, k = _at_least_single(q), _at_least_single(k)
-        mask = _at_least_single(attn_mask) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        q, k = at_least_single(q), at_least_single(k)
+        mask = at_least_single(attn_mask) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
         check_arguments(q, k, k, mask, scale=scale)
         return _entropy(q, k, scale, is_causal, mask, block)
 
 
-def _at_least_single(x: Tensor) -> Tensor:
+def at_least_single(x: Tensor) -> Tensor:
     """Single precision, or double where it is double already."""
     return x.double() if x.dtype == torch.float64 else x.float()
 
 
 def _entropy(q: Tensor, k: Tensor, scale: float | None, is_causal: bool, attn_mask: Tensor | None, block: int) -> Tensor:
+    blocks = iterate_logits(q, k, scale=scale, is_causal=is_causal, attn_mask=attn_mask, block=block)
+    return torch.cat([softmax_entropy(s) for _, s in blocks], -1)
+
+
+def softmax_entropy(s: Tensor) -> Tensor:
+    r"""$-\sum_j p_j \log p_j$ with p = softmax(s), over the last dimension. Logits of -inf count nothing."""
+    log_p = torch.log_softmax(s, -1)
+    return -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1)
+
+
+def iterate_logits(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    block: int = 128,
+    positions: Tensor | None = None,
+) -> Iterator[tuple[slice, Tensor]]:
+    """q kᵀ · scale + mask for `block` queries at a time, with -inf where attention is forbidden: (which queries, [..., heads, block, K]).
+
+    `positions`, [Q] or [batch, Q]: each query's index among the keys, for the causal mask; by default the queries are the last Q of the
+    K tokens.
+    """
     k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
     Q, K = q.shape[-2], k.shape[-2]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    entropies = []
+    if positions is None:
+        positions = torch.arange(K - Q, K, device=q.device)
+    positions = positions[:, None] if positions.ndim == 1 else positions[:, None, :, None]
     for start in range(0, Q, block):
         rows = slice(start, min(start + block, Q))
         s = q[..., rows, :] @ k.mT * factor
@@ -137,11 +164,8 @@ def _entropy(q: Tensor, k: Tensor, scale: float | None, is_causal: bool, attn_ma
             mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
             s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
         if is_causal:
-            positions = torch.arange(K - Q, K, device=q.device)[rows, None]
-            s = s.masked_fill(torch.arange(K, device=q.device) > positions, -torch.inf)
-        log_p = torch.log_softmax(s, -1)
-        entropies.append(-torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1))
-    return torch.cat(entropies, -1)
+            s = s.masked_fill(torch.arange(K, device=q.device) > positions[..., rows, :], -torch.inf)
+        yield rows, s
 
 
 def token_correlation(x: Tensor, real: Tensor | None = None) -> Tensor:
@@ -156,7 +180,7 @@ def token_correlation(x: Tensor, real: Tensor | None = None) -> Tensor:
     real = torch.ones(x.shape[:-1], device=x.device) if real is None else real
     if real.shape != x.shape[:-1]:
         raise ValueError(f"real must be [..., tokens] = {list(x.shape[:-1])}, got shape {list(real.shape)}")
-    x, real = _at_least_single(x), real != 0
+    x, real = at_least_single(x), real != 0
     directions = torch.nn.functional.normalize(x, dim=-1) * real[..., None]
     m = real.to(x.dtype).sum(-1)
     own = directions.square().sum((-1, -2))

@@ -1,0 +1,41 @@
+"""diagnose: measures a model, judges it, and says what its architecture does at initialisation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from shaped.checks import whole_number
+from shaped.diagnosis.bands import measure_bands
+from shaped.diagnosis.observation import describe_batch, observe
+from shaped.diagnosis.one_pass.losses import Loss
+from shaped.diagnosis.result import Diagnosis
+from shaped.diagnosis.verdicts import judge
+
+
+def diagnose(model: nn.Module, batch: Any, *, loss: Loss | None = None, seeds: int = 8, seed: int = 0) -> Diagnosis:
+    """What a Transformer does to its tokens and gradients, layer by layer, and whether it is at risk.
+
+    One forward and one backward pass, in evaluation mode. The model may be at initialisation or trained; it is left as it was.
+
+    Args:
+        model: any module whose attention is `scaled_dot_product_attention`, `shaped_attention` or a softmax of a product.
+        batch: its arguments: a mapping of names, a tuple of positions, or one tensor. Tensors are moved to the model's device.
+        loss: from the model's output and the batch to a number. By default the output's `loss`, the output itself if it is one number,
+            or else a fixed random projection of the output.
+        seeds: initialisations for the bands beside the curves; 0 for none.
+        seed: of the first of them.
+    """
+    seeds, seed = whole_number("seeds", seeds, least=0), whole_number("seed", seed, least=0, most=math.inf)
+    seen = observe(model, batch, loss)
+    bands = measure_bands(model, batch, seen, loss=loss, seeds=seeds, seed=seed)
+    info = {
+        "model": type(getattr(model, "_orig_mod", model)).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "batch": describe_batch(batch),
+        "seeds": seeds,
+        "seed": seed,
+    }
+    return Diagnosis(seen, bands, judge(seen), info)

@@ -1,0 +1,186 @@
+"""One forward and one backward pass of a model: every quantity of every layer. The model is left as it was."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
+from shaped.diagnosis.one_pass.losses import Loss, choose_loss
+from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
+from shaped.diagnosis.one_pass.stack import Part, choose_layers
+from shaped.diagnosis.one_pass.unchanged import keep_unchanged
+
+
+@dataclass(frozen=True)
+class LayerObservation:
+    name: str
+    tokens: TokenQuantities
+    """Of the residual stream that leaves the layer."""
+    attention: dict[str, AttentionQuantities]
+    """By the name of the module that attends, within the layer. A decoder's layer has two, of self- and cross-attention."""
+    gradients: dict[str, float]
+    """Norm of the gradient of each weight matrix, by its name within the layer."""
+    dead: float
+    """Share of the activations' units that are dead; nan where no activation was seen."""
+
+
+@dataclass(frozen=True)
+class StackObservation:
+    name: str
+    entering: TokenQuantities
+    """Of the residual stream before the first layer."""
+    layers: tuple[LayerObservation, ...]
+
+
+@dataclass(frozen=True)
+class Observation:
+    stacks: tuple[StackObservation, ...]
+    loss: float
+    loss_kind: str
+    """What was differentiated, in words."""
+    non_finite: str
+    """The first place that is not finite, in words; empty if all is."""
+
+
+def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observation:
+    """Measures a model in one forward and one backward pass, in evaluation mode: without dropout.
+
+    Args:
+        model: any module whose attention is `scaled_dot_product_attention`, `shaped_attention` or a softmax of a product.
+        batch: its arguments: a mapping of names, a tuple of positions, or one tensor. Tensors are moved to the model's device.
+        loss: from the model's output and the batch to a number. By default the output's `loss`, the output itself if it is one number,
+            or else a fixed random projection of the output.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    batch = move_batch(batch, find_device(model))
+    recorder = LayerRecorder(model, batch)
+    with ExitStack() as stack:
+        stack.enter_context(keep_unchanged(model))
+        model.eval()
+        with recorder, torch.enable_grad():
+            output = call_model(model, batch)
+        stacks = choose_layers(recorder.parts)
+        if not stacks:
+            raise ValueError(
+                f"model must have attention through scaled_dot_product_attention, shaped_attention or a softmax of queries times keys, "
+                f"got {type(model).__name__}, in which none was seen"
+            )
+        value, kind = choose_loss(output, batch, loss)
+        gradients = differentiate(model, value)
+    observed = tuple(
+        StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, gradients) for labelled in label_parts(parts)))
+        for name, parts in stacks.items()
+    )
+    number = float(value.detach())
+    return Observation(observed, number, kind, find_non_finite(model, observed, number, gradients))
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    try:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple) else model(batch)
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"batch must be what {type(model).__name__} takes, got {describe_batch(batch)}: {said}") from error
+
+
+def differentiate(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Gradients of the weight matrices that are trained, by name. The parameters' own `grad` and their hooks are not touched."""
+    matrices = {name: p for name, p in model.named_parameters() if p.requires_grad and p.ndim >= 2}
+    if not matrices or not loss.requires_grad:
+        return {}
+    if has_node(loss, "CheckpointFunctionBackward"):  # `grad` would leave out what it wraps
+        raise ValueError(f"model must checkpoint with use_reentrant=False, got reentrant checkpoints in {type(model).__name__}")
+    found = torch.autograd.grad(loss, list(matrices.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(matrices, found, strict=True) if gradient is not None}
+
+
+def has_node(loss: Tensor, name: str) -> bool:
+    """Is there an operation of this name in the graph of the loss?"""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            if node.name() == name:
+                return True
+            seen.add(node)
+            waiting += [other for other, _ in node.next_functions]
+    return False
+
+
+def label_parts(parts: Iterable[Part]) -> Iterator[tuple[Part, str]]:
+    """Parts and their names. A layer that is called several times, as in ALBERT, has the call's number too."""
+    seen: Counter[str] = Counter()
+    for part in parts:
+        seen[part.name] += 1
+        name = part.name or "the model"
+        yield part, name if seen[part.name] == 1 else f"{name} (call {seen[part.name]})"
+
+
+def make_layer(part: Part, label: str, gradients: Mapping[str, Tensor]) -> LayerObservation:
+    prefix = f"{part.name}." if part.name else ""
+    units = sum(one.units for one in part.activations)
+    return LayerObservation(
+        name=label,
+        tokens=part.leaving,
+        attention=dict(part.attention),
+        gradients={name[len(prefix) :]: gradient_length(value) for name, value in gradients.items() if name.startswith(prefix)},
+        dead=sum(one.dead for one in part.activations) / units if units else math.nan,
+    )
+
+
+def find_non_finite(model: nn.Module, stacks: Iterable[StackObservation], loss: float, gradients: Mapping[str, Tensor]) -> str:
+    """The first parameter, stream, logit, loss or gradient that is not finite, in words."""
+    broken = [name for name, parameter in model.named_parameters() if not is_finite(parameter)]
+    if broken:
+        return f"parameter {broken[0]}" + (f" and {len(broken) - 1} more" if len(broken) > 1 else "")
+    for stack in stacks:
+        for layer in stack.layers:
+            if layer.tokens.tokens and not math.isfinite(layer.tokens.length):
+                return f"tokens behind layer {layer.name}"
+    if not math.isfinite(loss):
+        return "the loss"
+    last = [name for name, gradient in gradients.items() if not is_finite(gradient)]
+    return f"gradient of {last[-1]}" if last else ""
+
+
+def is_finite(x: Tensor) -> bool:
+    """Their sum tells it in one pass over memory, unless it overflows."""
+    return bool(x.detach().sum().isfinite()) or bool(x.detach().isfinite().all())
+
+
+def find_device(model: nn.Module) -> torch.device:
+    return next((x.device for x in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on this device. Its own containers stay as they are."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: move_batch(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(move_batch(value, device) for value in batch)
+    return batch
+
+
+def describe_batch(batch: Any) -> str:
+    """Names and shapes, for an error."""
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name} {describe_batch(value)}" for name, value in batch.items()) or "nothing"
+    if isinstance(batch, tuple):
+        return "(" + ", ".join(map(describe_batch, batch)) + ")"
+    return f"{list(batch.shape)}" if isinstance(batch, Tensor) else f"{batch!r:.40}"

@@ -1,0 +1,179 @@
+"""Sees every attention and every activation that a model computes, whatever its classes are.
+
+A `TorchFunctionMode` is called for each PyTorch function. Attention is `scaled_dot_product_attention`, `shaped_attention`, or a softmax
+over the last dimension of a product of two activations. The attention within `nn.MultiheadAttention` is one of these.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shaped.diagnosis.one_pass.quantities import MASKED
+from shaped.nn.attention import shaped_attention
+from shaped.nn.diagnostics import at_least_single, iterate_logits
+
+PRODUCTS = {
+    *(torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.baddbmm),
+    *(Tensor.__matmul__, Tensor.__rmatmul__),
+}
+SOFTMAXES = {torch.softmax, torch.special.softmax, Tensor.softmax, F.softmax}
+ACTIVATIONS = {
+    *(F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu),
+    *(F.gelu, F.silu, F.mish, F.hardswish, F.softplus, F.hardtanh),
+}
+"""Functions of one tensor that act on each entry alone."""
+PARTS_OF_ACTIVATIONS = {torch.tanh, Tensor.tanh, F.tanh, torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.erf, Tensor.erf}
+"""Within a module without parameters these say that the module is an activation function, such as GPT-2's GELU."""
+ENTRIES = 2**20
+"""Logits that are computed at a time."""
+
+Logits = Callable[[], Iterator[tuple[slice, Tensor]]]
+
+
+class CallWatcher(TorchFunctionMode):
+    """Reports attention and activation calls while it is active.
+
+    Args:
+        on_attention: called after the attention with the mask if one was given, the softmax's inputs, some queries at a time, and their
+            shape, (batch, heads, Q, K).
+        on_activation: called with the function and its input, before the activation.
+        on_part: called where a function of PARTS_OF_ACTIVATIONS is.
+        sequences: tells the batch size of logits [batch · heads, Q, K] from Q.
+    """
+
+    def __init__(
+        self,
+        on_attention: Callable[[Tensor | None, Logits, tuple[int, ...]], None],
+        on_activation: Callable[[Callable[[Tensor], Tensor], Tensor], None],
+        on_part: Callable[[], None],
+        sequences: Callable[[int, int], int],
+    ):
+        super().__init__()
+        self.on_attention, self.on_activation, self.on_part, self.sequences = on_attention, on_activation, on_part, sequences
+        self._scores: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Products of two activations, and what was computed from them entry by entry."""
+        self._paused = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:  # within this method the mode is off
+                return SEEN_MULTI_HEAD_ATTENTION(*args, **kwargs)
+        if func is F.scaled_dot_product_attention or func is shaped_attention:
+            result = func(*args, **kwargs)
+            self._report_fused(func, *args, **kwargs)
+            return result
+        if func in SOFTMAXES:
+            result = func(*args, **kwargs)
+            self._report_softmax(*args, **kwargs)
+            return result
+        if func in ACTIVATIONS:
+            rest = {name: value for name, value in kwargs.items() if name != "input"}
+            self.on_activation(lambda x: func(x, *args[1:], **rest), args[0] if args else kwargs["input"])
+        elif func in PARTS_OF_ACTIVATIONS:
+            self.on_part()
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.ndim >= 3:
+            self._follow(func, args, result)
+        return result
+
+    def _follow(self, func: Any, args: tuple[Any, ...], result: Tensor) -> None:
+        """Marks products of two activations, and results of the same size that come from them. Weights have two dimensions at most."""
+        given = [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,)) if isinstance(x, Tensor)]
+        if func in PRODUCTS:
+            if sum(x.ndim >= 3 and not isinstance(x, torch.nn.Parameter) for x in given[-2:]) == 2:
+                self._scores[result] = True
+        elif any(x in self._scores and x.numel() <= result.numel() for x in given):
+            self._scores[result] = True
+
+    def _report_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+        if input not in self._scores or dim is None or dim % input.ndim != input.ndim - 1:
+            return
+        s = input.detach()
+        Q, K = s.shape[-2:]
+        batch = self.sequences(s.shape[0], Q) if s.ndim == 3 else 1
+        s = s.unflatten(0, (batch, -1)) if s.ndim == 3 else s.flatten(0, -4)
+
+        def logits() -> Iterator[tuple[slice, Tensor]]:
+            block = choose_block(s.numel() // Q)
+            for start in range(0, Q, block):
+                rows = slice(start, min(start + block, Q))
+                yield rows, s[..., rows, :]
+
+        self.on_attention(None, logits, (*s.shape[:2], Q, K))
+
+    def _report_fused(
+        self,
+        func: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        positions: Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        Q, K = query.shape[-2], key.shape[-2]
+        if func is not shaped_attention and is_causal:
+            positions = torch.arange(Q, device=query.device)  # in PyTorch's mask query 0 is at key 0, also where Q and K differ
+        single_head = query.ndim == 3 and self.sequences(query.shape[0], Q) == query.shape[0]
+        q, k = (bring_to_four_dimensions(x.detach(), single_head) for x in (query, key))
+        mask = attn_mask
+        if mask is not None:
+            mask = mask.detach().expand(*query.shape[:-1], K) if query.ndim > 4 else mask.detach()
+            mask = bring_to_four_dimensions(mask, single_head)
+            mask = mask.masked_fill(mask <= MASKED, -torch.inf) if mask.is_floating_point() else mask
+
+        def logits() -> Iterator[tuple[slice, Tensor]]:
+            block = choose_block(q.shape[0] * q.shape[1] * K)
+            singles = [at_least_single(x) for x in (q, k)]
+            bias = at_least_single(mask) if mask is not None and mask.is_floating_point() else mask
+            with torch.autocast(q.device.type, enabled=False):
+                yield from iterate_logits(*singles, scale=scale, is_causal=is_causal, attn_mask=bias, block=block, positions=positions)
+
+        self.on_attention(mask, logits, (*q.shape[:2], Q, K))
+
+
+def bring_to_four_dimensions(x: Tensor, single_head: bool) -> Tensor:
+    """[batch, heads, …]. Three dimensions are a batch with a single head, or heads without a batch."""
+    if x.ndim > 4:
+        return x.flatten(0, -4)
+    return x.unsqueeze(1) if x.ndim == 3 and single_head else x[(None,) * (4 - x.ndim)]
+
+
+def choose_block(a_query: int) -> int:
+    """How many queries fit into ENTRIES logits."""
+    return max(1, ENTRIES // max(1, a_query))
+
+
+def _expose_to_modes(function: Any) -> Any:
+    """The same Python function, which runs its body at once in place of handing itself to the mode: so the mode sees what it calls."""
+    scope = function.__globals__ | {"has_torch_function": lambda *_: False}
+    exposed = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    exposed.__kwdefaults__ = function.__kwdefaults__
+    return exposed
+
+
+SEEN_MULTI_HEAD_ATTENTION = _expose_to_modes(F.multi_head_attention_forward)

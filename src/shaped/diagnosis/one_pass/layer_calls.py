@@ -1,0 +1,168 @@
+"""Records the parts of a model while it runs: which module is running, what enters and leaves it, and what it attends to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaped.diagnosis.one_pass.attention_calls import CallWatcher, Logits
+from shaped.diagnosis.one_pass.quantities import count_dead_units, measure_attention, measure_tokens
+from shaped.diagnosis.one_pass.stack import Part, find_repeated_parts, find_tokens, list_prefixes
+
+
+class LayerRecorder(AbstractContextManager["LayerRecorder"]):
+    """Hooks on every module and a `CallWatcher`, for one forward pass. `parts` are those that ended, in order."""
+
+    def __init__(self, model: nn.Module, batch: Any):
+        self.parts: list[Part] = []
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._repeated = find_repeated_parts(model)
+        self._masks = find_padding_masks(batch)
+        self._running: list[tuple[str, nn.Module, Tensor | None]] = []
+        self._open: dict[str, Part] = {}
+        self._visited: set[tuple[str, type]] = set()
+        self._activations: list[bool] = []
+        self._number = 0
+        self._real: Tensor | None = None
+        self._batch_first = True
+        self._watcher = CallWatcher(self._attend, self._count_dead, self._see_part, self._count_sequences)
+        self._removals: list[Callable[[], None]] = []
+
+    def __enter__(self) -> LayerRecorder:
+        for name, module in self._modules.items():
+            self._removals.append(module.register_forward_pre_hook(self._entry_hook(name), with_kwargs=True, prepend=True).remove)
+            self._removals.append(module.register_forward_hook(self._exit_hook(name)).remove)
+        self._watcher.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watcher.__exit__(*error)
+        while self._removals:
+            self._removals.pop()()
+        for name in list(self._open) if error[0] is None else ():
+            self._end(name, None)
+
+    def _entry_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            with self._watcher.pause():
+                x = find_tokens((args, kwargs))
+                prefixes = [prefix for prefix in ("", *list_prefixes(name)) if prefix in self._repeated or not prefix]
+                for other in [other for other, part in self._open.items() if not part.called and other not in prefixes]:
+                    self._end(other, x)
+                for prefix in prefixes:
+                    if prefix not in self._open:
+                        self._begin(prefix, x, called=prefix == name)
+                self._running.append((name, module, x))
+                self._activations.append(False)
+
+        return hook
+
+    def _exit_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            with self._watcher.pause():
+                _, _, x = self._running.pop()
+                if self._activations.pop() and x is not None and args:
+                    self._count_dead(module.forward, args[0])
+                if name in self._open and self._open[name].called and not any(running == name for running, _, _ in self._running):
+                    self._end(name, find_tokens(output))
+
+        return hook
+
+    def _begin(self, name: str, x: Tensor | None, called: bool) -> None:
+        part = Part(name, type(self._modules[name]), self._repeated.get(name, False), called)
+        if x is not None and part.pattern not in self._visited:
+            part.input = x.clone()  # the layer may change it in place
+        self._visited.add(part.pattern)
+        self._open[name] = part
+
+    def _end(self, name: str, x: Tensor | None) -> None:
+        part = self._open.pop(name)
+        if part.calls:
+            if part.input is not None:
+                part.entering = self._measure(name, part.input)
+            if x is not None:
+                part.leaving = self._measure(name, x)
+        part.input = None
+        self.parts.append(part)
+
+    def _measure(self, name: str, x: Tensor) -> Any:
+        x = x if self._batch_first else x.transpose(0, 1)
+        return measure_tokens(x, self._find_real(name, x.shape[0], x.shape[1]))
+
+    def _attend(self, mask: Tensor | None, logits: Logits, shape: tuple[int, ...]) -> None:
+        name, _, x = self._running[-1] if self._running else ("", self._model, None)
+        batch, _, Q, K = shape
+        self._settle_layout(x, batch, Q)
+        if mask is not None and Q == K and mask.shape[0] == batch:
+            self._real = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1).any(-2)
+        real = self._find_real(name, batch, Q)
+        found = measure_attention(logits(), real)
+        self._number += 1
+        for part in self._open.values():
+            own = name[len(part.name) :].lstrip(".") or type(self._modules[name]).__name__
+            while own in part.attention:
+                own += "'"
+            part.attention[own] = found
+            part.calls.add(self._number)
+
+    def _see_part(self) -> None:
+        if self._running and is_plain_function(self._running[-1][1]):
+            self._activations[-1] = True
+
+    def _count_dead(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        if x.ndim < 2:
+            return
+        x = x if self._batch_first or x.ndim != 3 else x.transpose(0, 1)
+        real = self._find_real(self._running[-1][0], *x.shape[:2]) if x.ndim == 3 and self._running else None
+        found = count_dead_units(function, x if real is None else x[real])
+        for part in self._open.values():
+            part.activations.append(found)
+
+    def _settle_layout(self, x: Tensor | None, batch: int, Q: int) -> None:
+        """Tokens are [batch, m, n], or [m, batch, n] as PyTorch's own modules have them by default."""
+        if x is None or x.ndim != 3 or tuple(x.shape[:2]) not in ((batch, Q), (Q, batch)):
+            return
+        says_so = any(getattr(module, "batch_first", True) is False for _, module, _ in self._running)
+        self._batch_first = tuple(x.shape[:2]) == (batch, Q) and not (says_so and batch == Q)
+
+    def _count_sequences(self, first: int, Q: int) -> int:
+        """How many sequences there are in a first dimension that is batch · heads."""
+        x = next((tokens for _, _, tokens in reversed(self._running) if tokens is not None and Q in tokens.shape[:2]), None)
+        if x is None:
+            return 1
+        batch = x.shape[1] if x.shape[0] == Q else x.shape[0]
+        return batch if first % batch == 0 else 1
+
+    def _find_real(self, name: str, batch: int, m: int) -> Tensor | None:
+        """Which tokens are not padding, [batch, m]: what the batch says, or which keys the last self-attention masked for every query."""
+        fitting = {key: mask for key, mask in self._masks.items() if tuple(mask.shape) == (batch, m)}
+        ours = [mask for key, mask in fitting.items() if ("decoder" in key) == ("decoder" in name.split("."))]
+        masked = [] if self._real is None or tuple(self._real.shape) != (batch, m) else [self._real]
+        real = next(iter((*ours, *fitting.values(), *masked)), None)
+        return None if real is None or bool(real.all()) else real
+
+
+def find_padding_masks(batch: Any) -> dict[str, Tensor]:
+    """Masks of tokens in the batch, [batch, m], True where a token is no padding.
+
+    `attention_mask` in a name is transformers' convention (1: a token), `padding_mask` PyTorch's (True: padding).
+    """
+    found = {}
+    for name, value in batch.items() if isinstance(batch, Mapping) else ():
+        if isinstance(value, Tensor) and value.ndim == 2:
+            if name.endswith("attention_mask"):
+                found[name] = value != 0
+            elif name.endswith("padding_mask"):
+                found[name] = ~(value == -math.inf) if value.is_floating_point() else value == 0
+    return found
+
+
+def is_plain_function(module: nn.Module) -> bool:
+    """Has it neither parameters, buffers nor parts?"""
+    return not any(True for _ in (*module.parameters(), *module.buffers(), *module.children()))

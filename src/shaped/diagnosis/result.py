@@ -1,0 +1,95 @@
+"""Diagnosis: what `diagnose` returns."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shaped.diagnosis.bands import Bands
+from shaped.diagnosis.curves import list_curves
+from shaped.diagnosis.observation import Observation
+from shaped.diagnosis.verdicts import Finding, Verdicts, measure_risk
+from shaped.files import make_folder, write_json
+
+FILE = "diagnosis.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    observation: Observation
+    bands: Bands
+    findings: tuple[Finding, ...]
+    """What every rule found, the farthest beyond its threshold first."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Facts: the model's class, its parameters, the batch."""
+
+    @property
+    def risk(self) -> float:
+        """From 0 to 1: 1/2 or more where a threshold is reached (`shaped.diagnosis.verdicts`)."""
+        return measure_risk(self.findings)
+
+    @property
+    def verdicts(self) -> Verdicts:
+        """The findings beyond their thresholds, worst first; printable."""
+        return Verdicts(finding for finding in self.findings if finding.at_risk)
+
+    @property
+    def layers(self) -> list[dict[str, Any]]:
+        """One row a layer: what leaves it, its curves' values, entropy and largest logit of each head, the gradient of each matrix."""
+        rows = []
+        for stack in self.observation.stacks:
+            curves = list_curves(stack)
+            for number, layer in enumerate(stack.layers):
+                row: dict[str, Any] = {"stack": stack.name, "layer": number + 1, "name": layer.name}
+                row |= {name: values[number + len(values) - len(stack.layers)] for name, values in curves.items()}
+                heads = {
+                    name: {"entropy": list(call.entropy), "largest_logit": list(call.largest_logit)}
+                    for name, call in layer.attention.items()
+                }
+                rows.append(row | {"heads": heads, "gradients": dict(layer.gradients)})
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as JSON has it: a number that is not finite is None."""
+        stacks = {
+            stack.name: {
+                "curves": list_curves(stack),
+                "bands": {name: asdict(band) for name, band in self.bands.stacks.get(stack.name, {}).items()},
+            }
+            for stack in self.observation.stacks
+        }
+        return replace_non_finite(
+            {
+                "info": self.info,
+                "risk": self.risk,
+                "verdicts": [asdict(finding) for finding in self.verdicts],
+                "findings": [asdict(finding) for finding in self.findings],
+                "loss": {"value": self.observation.loss, "kind": self.observation.loss_kind},
+                "bands_source": self.bands.source,
+                "stacks": stacks,
+                "layers": self.layers,
+            }
+        )
+
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Writes diagnosis.json; returns the files."""
+        folder = Path(folder)
+        make_folder(folder, "folder")
+        write_json(folder / FILE, self.to_json())
+        return [folder / FILE]
+
+    def __repr__(self) -> str:
+        count = sum(len(stack.layers) for stack in self.observation.stacks)
+        names = ", ".join(finding.name for finding in self.verdicts) or "no risk found"
+        return f"Diagnosis({self.info.get('model', 'model')}, {count} layers, risk {self.risk:.2f}: {names})"
+
+
+def replace_non_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: replace_non_finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_non_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

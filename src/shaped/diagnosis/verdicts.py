@@ -1,0 +1,190 @@
+"""The rules: from the curves of a model to verdicts in words and one number, its risk. They were fixed before any study of trained models.
+
+A rule says how far a value is beyond its threshold, in decades: 0 at the threshold, 1 ten times beyond. The odds of a stack are the sum of
+10^decades over the rules, and its risk is odds/(1 + odds). So risk is 1/2 or more where a threshold is reached, and it grows with every
+excess. The model's risk is that of its worst stack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from shaped.diagnosis.curves import list_curves
+from shaped.diagnosis.observation import Observation, StackObservation
+
+RANK_COLLAPSE = 0.95
+"""Correlation behind the last layer. Noci et al. 2022 (Theorem 3.2): the gradients of queries and keys vanish as it goes to 1. Models that
+train well reach 0.73 at initialisation (GPT-2 XL, docs/predict.md)."""
+ENTROPY_COLLAPSE = 0.05
+"""Share of the entropy of uniform attention, mean over the heads of a layer. Zhai et al. 2023: training diverges as the entropy of a layer
+goes to 0. Llama 3.1 405B starts at 0.18 (docs/predict.md)."""
+UNIFORM = 1e-5
+"""How much of the uniform entropy is missing. Below it the logits are so small (about 0.01) that attention selects nothing, and that
+single precision barely resolves it. It is told but does not count as a risk: many models start like this and train, and where averaging
+makes tokens alike, the rank collapses."""
+NOTICES = ("uniform attention",)
+GRADIENT_SPREAD = 100.0
+"""Largest over smallest gradient norm of a layer. Xiong et al. 2020: Post-LN gradients differ by a factor of about 2 every two layers; at a
+factor of 100 such models need warm-up, and deeper ones do not train."""
+STREAM_GROWTH = 10.0
+"""Factor of the stream's length over the second half of the layers, or its inverse. Sums of branches grow as the square root of the depth,
+1.4 over the second half (docs/predict.md); a factor of 10 is exponential growth."""
+DEAD = 0.5
+"""Share of dead units in a layer (Lu et al. 2019: dying ReLU). Where all tokens are alike, half of the units of a ReLU are dead."""
+FARTHEST = 6.0  # decades; beyond, numbers are rounding errors
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule, and where a stack is farthest beyond it or nearest to it."""
+
+    name: str
+    stack: str
+    layers: tuple[str, ...]
+    """Those beyond the threshold, or the nearest one."""
+    value: float
+    threshold: float
+    source: str
+    sentence: str
+    decades: float
+    """How far the value is beyond the threshold; negative on the right side of it."""
+
+    @property
+    def at_risk(self) -> bool:
+        return self.decades >= 0.0
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.sentence} ({self.source})"
+
+
+class Verdicts(tuple[Finding, ...]):
+    """The findings that are beyond their thresholds, worst first. Printed, one a line."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) if self else "no rule found a risk"
+
+
+def judge(observation: Observation) -> tuple[Finding, ...]:
+    """What each rule finds in each stack, the farthest beyond its threshold first."""
+    found = [finding for stack in observation.stacks for rule in RULES for finding in rule(stack)]
+    if observation.non_finite:
+        place = observation.non_finite
+        sentence = f"the first value that is not finite: {place}"
+        found.insert(0, Finding("non-finite values", "", (), math.nan, 0.0, "a step would make every weight nan", sentence, FARTHEST))
+    return tuple(sorted(found, key=lambda finding: -finding.decades))
+
+
+def measure_risk(findings: Iterable[Finding]) -> float:
+    """odds/(1 + odds) of the worst stack, its odds being the sum over rules of 10^decades."""
+    odds: defaultdict[str, float] = defaultdict(float)
+    for finding in findings:
+        odds[finding.stack] += 0.0 if finding.name in NOTICES else 10.0**finding.decades
+    worst = max(odds.values(), default=0.0)
+    return worst / (1.0 + worst)
+
+
+Rule = Callable[[StackObservation], Iterator[Finding]]
+
+
+def judge_rank(stack: StackObservation) -> Iterator[Finding]:
+    rho = list_curves(stack)["correlation"]
+    first, last = rho[0], rho[-1]
+    if math.isnan(last) or last <= first:
+        return
+    beyond = [layer.name for layer, value in zip(stack.layers, rho[1:], strict=True) if value >= RANK_COLLAPSE]
+    sentence = f"tokens are parallel: their mean correlation is {show(last)} behind {stack.layers[-1].name}, threshold {RANK_COLLAPSE}"
+    source = "Noci et al. 2022: gradients of queries and keys vanish"
+    decades = measure_decades((1.0 - RANK_COLLAPSE) / max(1.0 - last, 1e-12))
+    yield Finding("rank collapse", stack.name, tuple(beyond) or (stack.layers[-1].name,), last, RANK_COLLAPSE, source, sentence, decades)
+
+
+def judge_entropy(stack: StackObservation) -> Iterator[Finding]:
+    shares = list_curves(stack)["entropy_share"]
+    low = find_worst(stack, shares, lambda share: measure_decades(ENTROPY_COLLAPSE / max(share, 1e-12)))
+    if low:
+        layers, value, decades = low
+        sentence = f"attention sees one key: {show(value)} of the uniform entropy in {describe(layers)}, threshold {ENTROPY_COLLAPSE}"
+        source = "Zhai et al. 2023: training diverges as a layer's entropy goes to 0"
+        yield Finding("entropy collapse", stack.name, layers, value, ENTROPY_COLLAPSE, source, sentence, decades)
+    flat = find_worst(stack, shares, lambda share: measure_decades(UNIFORM / max(1.0 - share, 1e-8)))
+    if flat:
+        layers, value, decades = flat
+        sentence = f"attention selects nothing: {show(value)} of the uniform entropy in {describe(layers)}, threshold 1 - {UNIFORM:g}"
+        source = "Dong et al. 2021: averaging makes tokens alike"
+        yield Finding("uniform attention", stack.name, layers, value, 1.0 - UNIFORM, source, sentence, decades)
+
+
+def judge_gradients(stack: StackObservation) -> Iterator[Finding]:
+    norms = list_curves(stack)["gradient"]
+    known = {layer.name: norm for layer, norm in zip(stack.layers, norms, strict=True) if math.isfinite(norm)}
+    if len(known) < 2 or not max(known.values()) > 0.0:
+        return
+    smallest, largest = min(known, key=lambda name: known[name]), max(known, key=lambda name: known[name])
+    ratio = known[largest] / max(known[smallest], 1e-30)
+    names = list(known)
+    name, verb = ("vanishing gradients", "vanish") if names.index(smallest) < names.index(largest) else ("exploding gradients", "explode")
+    sentence = (
+        f"on their way back gradients {verb}: norm {show(known[largest])} in {largest}, {show(known[smallest])} in {smallest}, "
+        f"a factor of {show(ratio)}, threshold {GRADIENT_SPREAD:g}"
+    )
+    source = "Xiong et al. 2020: without warm-up Post-LN does not train at such factors"
+    decades = measure_decades(ratio / GRADIENT_SPREAD)
+    yield Finding(name, stack.name, (smallest, largest), ratio, GRADIENT_SPREAD, source, sentence, decades)
+
+
+def judge_stream(stack: StackObservation) -> Iterator[Finding]:
+    lengths = list_curves(stack)["length"]
+    middle, last = lengths[len(stack.layers) // 2], lengths[-1]
+    if not (math.isfinite(middle) and math.isfinite(last)) or max(middle, last) == 0.0:
+        return
+    ratio = last / max(middle, 1e-30)
+    name, verb = ("growing residual stream", "grows") if ratio >= 1.0 else ("shrinking residual stream", "shrinks")
+    sentence = (
+        f"the stream {verb} from {show(middle)} to {show(last)} over the second half of the layers, threshold a factor of {STREAM_GROWTH:g}"
+    )
+    source = "sums of branches grow as the square root of the depth, 1.4 there (docs/predict.md)"
+    decades = measure_decades(max(ratio, 1.0 / max(ratio, 1e-30)) / STREAM_GROWTH)
+    yield Finding(name, stack.name, (stack.layers[-1].name,), ratio, STREAM_GROWTH, source, sentence, decades)
+
+
+def judge_units(stack: StackObservation) -> Iterator[Finding]:
+    odds = DEAD / (1.0 - DEAD)
+    worst = find_worst(stack, list_curves(stack)["dead"], lambda share: measure_decades(share / max(1.0 - share, 1e-12) / odds))
+    if worst:
+        layers, value, decades = worst
+        where = f"{describe(layers)}, threshold {100 * DEAD:g} %"
+        sentence = f"{show(100 * value)} % of the activations' units pass no gradient for any token in {where}"
+        yield Finding("dead units", stack.name, layers, value, DEAD, "Lu et al. 2019: dying ReLU", sentence, decades)
+
+
+RULES: tuple[Rule, ...] = (judge_rank, judge_entropy, judge_gradients, judge_stream, judge_units)
+
+
+Worst = tuple[tuple[str, ...], float, float]
+
+
+def find_worst(stack: StackObservation, values: list[float], measure: Callable[[float], float]) -> Worst | None:
+    """The layers beyond a threshold (or the nearest one), the worst value, and how far it is beyond."""
+    named = zip((layer.name for layer in stack.layers), values, strict=True)
+    known = {name: (measure(value), value) for name, value in named if math.isfinite(value)}
+    if not known:
+        return None
+    worst = max(known, key=lambda name: known[name][0])
+    decades, value = known[worst]
+    return tuple(name for name, (beyond, _) in known.items() if beyond >= 0.0) or (worst,), value, decades
+
+
+def measure_decades(ratio: float) -> float:
+    return max(-FARTHEST, min(FARTHEST, math.log10(max(ratio, 1e-30))))
+
+
+def describe(layers: tuple[str, ...]) -> str:
+    return layers[0] if len(layers) == 1 else f"{len(layers)} layers from {layers[0]} to {layers[-1]}"
+
+
+def show(value: float) -> str:
+    """Three digits. A share close to 1 is shown by what is missing."""
+    return f"1 - {1.0 - value:.2g}" if 0.999 <= value < 1.0 else f"{value:.3g}"
