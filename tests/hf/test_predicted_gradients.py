@@ -107,6 +107,7 @@ def test_gradients_are_saved_and_loaded(tmp_path):
         ("gradients.V", np.zeros((3, 4, 5))),
         ("gradients.about", np.zeros(0)),
     ):
-        np.savez(tmp_path / "damaged.npz", **arrays | {name: damaged})
+        changed: dict[str, Any] = arrays | {name: damaged}
+        np.savez(tmp_path / "damaged.npz", **changed)
         with pytest.raises(ValueError, match="must"):
             Prediction.load(tmp_path / "damaged.npz")
