@@ -56,7 +56,7 @@ class Networks:
     """
 
     def __init__(self, job: Job):
-        self.job, self.layer = job, WeightlessLayer(job.layer, job.sizes, job.V0)
+        self.job, self.layer = job, WeightlessLayer(job.layer, job.sizes, job.V0, job.V0.shape[-1])
         self.products = Products(make_stream(job, "gradients"), make_stream(job, "gradients, backward"), job.independent)
         self.start = self.layer.draw_start(job.V0, self.products.forward)
         self.shown = job.V0

@@ -141,7 +141,7 @@ def probe(layer: Layer, sizes: Sizes, V0: Tensor) -> tuple[dict[str, int], float
     """
     like = V0[:1].expand(2, -1, -1)
     stream = Stream(0, 0, kind="probe", dtype=V0.dtype, device=V0.device)
-    network = WeightlessLayer(layer, sizes, like)
+    network = WeightlessLayer(layer, sizes, like, like.shape[-1])
     X = network.draw_start(like, stream).requires_grad_()
     return network.entries, network.count_bytes(X, Products(stream, stream)) / 2
 
