@@ -249,6 +249,7 @@ def test_layers_of_users_need_nothing_more():
         ({"loss": lambda outputs: None}, "loss must return one number for each network, .* got None"),
         ({"loss": lambda outputs: squared_error(outputs.detach())}, "loss must be differentiable"),
         ({"loss": lambda outputs: squared_error(outputs) / 0.0}, "loss must be finite, got inf"),
+        ({"loss": lambda outputs: squared_error(0.0 * outputs + 1.0).sqrt()}, "loss must have a finite gradient, .*, got nan"),
         ({"loss": lambda outputs: None, "executor": ThreadPoolExecutor()}, "loss must be a function of a module"),
         ({"layer": 3}, "layer must be a layer"),
         ({"layer": shaped.ShapedAttention(0.5, heads=3)}, "heads must divide the width n = 8"),

@@ -96,6 +96,9 @@ class Networks:
         if not loss[running].isfinite().all():
             raise ValueError(f"loss must be finite, got {loss[running & ~loss.isfinite()][0].item()}")
         (D,) = torch.autograd.grad(loss.sum(), X)
+        seen = D[running]
+        if not seen.isfinite().all():
+            raise ValueError(f"loss must have a finite gradient, which a square root of 0 has not, got {seen[~seen.isfinite()][0].item()}")
         self.products.squares.clear()
         return loss.detach(), D
 
