@@ -100,8 +100,8 @@ def test_only_layers_that_commute_with_rotations_have_frames(layer, n, framed):
 
 
 class Reversed(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(-x)
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(-input)
 
 
 @dataclass(frozen=True)
