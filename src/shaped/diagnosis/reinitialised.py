@@ -37,9 +37,10 @@ def make_fresh_copy(model: nn.Module, seed: int) -> nn.Module:
 
 
 def reset(name: str, module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding) and "std" in module.__dict__:
-        init_normal(module, module.__dict__["std"])
-        return
+    for kind in (nn.Linear, nn.Embedding):
+        if isinstance(module, kind) and "std" in module.__dict__:
+            init_normal(module, module.__dict__["std"])
+            return
     for method in RESETS:
         if callable(getattr(module, method, None)):
             getattr(module, method)()
