@@ -187,9 +187,13 @@ def describe_protocol(steps: int) -> dict[str, Any]:
     }
 
 
+def name_protocol(steps: int) -> str:
+    return hashlib.sha256(json.dumps(describe_protocol(steps)).encode()).hexdigest()[:12]
+
+
 def run_study(settings: list[Setting], steps: int, processes: int, kept: Path) -> list[dict[str, Any]]:
     """Examines what the file does not have yet, the deepest first."""
-    name = hashlib.sha256(json.dumps(describe_protocol(steps)).encode()).hexdigest()[:12]
+    name = name_protocol(steps)
     records = read_kept(kept, name)
     waiting = sorted((setting for setting in settings if setting.number not in records), key=lambda setting: -setting.depth)
     began = time.monotonic()
