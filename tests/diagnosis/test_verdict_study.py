@@ -107,7 +107,8 @@ def test_models_are_judged_trained_and_kept(study: Any, tmp_path: Path):
     exploding = study.Setting(1, "plain", 12, 0.5, 1e5, 1.0)
     records = [study.examine(setting, steps=2) for setting in (healthy, exploding)]
     assert records[0]["risk"] < 0.5 < 0.99 < records[1]["risk"]
-    assert records[0]["best_loss"] < 6 and list(records[0]["losses"]) == ["0.001", "0.003", "0.0003"]
+    assert records[0]["best_loss"] < 6
+    assert list(records[0]["losses"]) == ["0.001", "0.003", "0.0003"]
     assert records[1]["best_loss"] is None
     assert not records[1]["trains"]
     name = study.name_protocol(2)
@@ -144,6 +145,7 @@ def test_tables_count_what_is_found_and_missed(study: Any, capsys: pytest.Captur
     tables = study.make_tables([make(*row) for row in rows])
     counts = [tables["all"][name] for name in ("models", "fail", "found", "missed", "false_alarms", "rightly_silent")]
     assert counts == [5, 2, 1, 1, 1, 2]
+    assert [(row["kind"], row["risk"]) for row in tables["missed"] + tables["false_alarms"]] == [("b", 0.4), ("b", 0.6)]
     assert tables["all"]["auc"] == pytest.approx(5 / 6)
     assert tables["quantities"]["spread"]["auc"] == pytest.approx(5 / 6)  # what is not finite ranks first
     assert tables["kinds"]["a"]["auc"] == 1.0
