@@ -1,12 +1,21 @@
-"""The tables of verdicts.py: how well the risk at initialisation tells which models do not train, and what it misses."""
+"""The tables of verdicts.py: how well the risk at initialisation tells which models do not train, and what it misses.
+
+    python benchmarks/studies/verdict_tables.py docs/results/verdicts.json
+
+prints those of a finished study.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from roc import auc_interval, measure_auc
+
+from shaped.files import read_json
 
 AT_RISK = 0.5
 Records = list[dict[str, Any]]
@@ -69,3 +78,7 @@ def format_model(row: dict[str, Any]) -> str:
     return (
         f"{row['kind']}, depth {row['depth']}, {drawn}: risk {row['risk']:.2f} ({', '.join(row['verdicts']) or 'no verdict'}), loss {loss}"
     )
+
+
+if __name__ == "__main__":
+    print_tables(make_tables(read_json(Path(sys.argv[1]), models=list)["models"]))
