@@ -50,3 +50,8 @@ def known_chain() -> float:
     """Entropy of the next token, given the last one and the chain."""
     other = (1.0 - USUAL) / VOCABULARY
     return measure_entropy([USUAL + other] + (VOCABULARY - 1) * [other])
+
+
+def half_way() -> float:
+    """From a network that has learned nothing to one that knows the last token and the chain."""
+    return (math.log(VOCABULARY) + known_chain()) / 2

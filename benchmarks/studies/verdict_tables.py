@@ -28,6 +28,7 @@ def make_tables(records: Records) -> dict[str, Any]:
     names = list(records[0]["quantities"])
     return {
         "all": summarise(records),
+        "attends": summarise(records, "attends"),
         "kinds": by_kind,
         "quantities": {name: rank(records, (record["quantities"][name] for record in records)) for name in names},
         "missed": [describe(record) for record in records if not record["trains"] and record["risk"] < AT_RISK],
@@ -35,16 +36,16 @@ def make_tables(records: Records) -> dict[str, Any]:
     }
 
 
-def summarise(records: Records) -> dict[str, Any]:
+def summarise(records: Records, outcome: str = "trains") -> dict[str, Any]:
     """The area under the curve, and the four counts at the threshold of the rules."""
-    fail, train = ([record["risk"] >= AT_RISK for record in records if record["trains"] is trains] for trains in (False, True))
+    fail, train = ([record["risk"] >= AT_RISK for record in records if record[outcome] is well] for well in (False, True))
     counts = {"found": sum(fail), "missed": len(fail) - sum(fail), "false_alarms": sum(train), "rightly_silent": len(train) - sum(train)}
-    return {"models": len(records), "fail": len(fail)} | rank(records, (record["risk"] for record in records)) | counts
+    return {"models": len(records), "fail": len(fail)} | rank(records, (record["risk"] for record in records), outcome) | counts
 
 
-def rank(records: Records, scores: Iterable[float | None]) -> dict[str, float | None]:
+def rank(records: Records, scores: Iterable[float | None], outcome: str = "trains") -> dict[str, float | None]:
     """The area with its interval. A score that is not finite ranks above all others."""
-    fails = [not record["trains"] for record in records]
+    fails = [not record[outcome] for record in records]
     auc = measure_auc([math.inf if score is None else score for score in scores], fails)
     low, high = auc_interval(auc, sum(fails), len(fails) - sum(fails))
     return {name: None if math.isnan(value) else value for name, value in (("auc", auc), ("low", low), ("high", high))}
@@ -56,7 +57,7 @@ def describe(record: dict[str, Any]) -> dict[str, Any]:
 
 def print_tables(tables: dict[str, Any]) -> None:
     print("\n| kind | models | do not train | area under the curve | found | missed | false alarms |\n|---|---|---|---|---|---|---|")
-    for kind, row in (tables["kinds"] | {"all": tables["all"]}).items():
+    for kind, row in (tables["kinds"] | {"all": tables["all"], "all; do not learn to attend": tables["attends"]}).items():
         counts = f"{row['found']} | {row['missed']} | {row['false_alarms']}"
         print(f"| {kind} | {row['models']} | {row['fail']} | {format_area(row)} | {counts} |")
     print("\n| one quantity alone | area under the curve |\n|---|---|")

@@ -14,12 +14,16 @@ Models: the kinds of KINDS in turn, width 64, 4 heads, causal. Drawn at random, 
 Task: `chains`. Attention is needed to get below the entropy of the next token given the last one, `known_token`.
 
 Training: Adam, batches of 8 sequences of 32 tokens, 250 steps, warm-up of 50, gradients clipped at norm 1. The learning rates of RATES are
-tried one after another until one of them trains the model: a model counts as trainable if any usual rate trains it.
+tried one after another until one of them passes both levels below: a model counts as trainable if any usual rate trains it. A loss that is
+not finite ends a run. The outcome is the lowest mean loss of the last 20 steps.
 
-"Trains": the mean loss of the last 20 steps is below `known_token`, 1.85. That is 57 % of the way from log 32 = 3.47 to the entropy of the
-next token given the chain too, 0.65. Eight runs of usual models (scales 1, gamma 0.2; Pre-LN, Post-LN, shaped, plain; depth 4 to 24), which
-were trained to choose the sizes of the task, were at 0.9 to 1.4 after 250 steps at a rate of 1e-3 or 3e-3. A loss that is not finite ends a
-run, which then does not train.
+- "Trains": below `half_way`, 2.06, from log 32 = 3.47 to the entropy of the next token given the chain too, 0.65.
+- "Attends", a second outcome: below `known_token`, 1.85. Networks that have learned the last token's part, but not yet the chains, are just
+  above it, so a level there would also ask how fast attention learns. That is why it is not the first outcome.
+
+Eight runs of usual models (scales 1, gamma 0.2; Pre-LN, Post-LN, shaped, plain; depth 4 to 24), which were trained to choose the sizes of
+the task, were at 0.9 to 1.4 after 250 steps at a rate of 1e-3 or 3e-3. Sixteen models of another seed, depth 4 to 7, were examined to try the
+program; the third of them, at 1.88, is why "trains" is not the same as "attends".
 
 Finished models are kept in a file of JSON lines beside `--out`; a second call goes on from there.
 """
@@ -41,7 +45,7 @@ from typing import Any
 
 import torch
 import transformers
-from chains import VOCABULARY, draw_sequences, known_token, make_chains
+from chains import VOCABULARY, draw_sequences, half_way, known_token, make_chains
 from torch import nn
 from verdict_tables import make_tables, print_tables
 
@@ -95,8 +99,8 @@ def draw_settings(count: int) -> list[Setting]:
 
 
 def make_model(setting: Setting) -> ShapedForCausalLM:
-    gamma = {} if setting.gamma is None else {"gamma": setting.gamma}
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": HIDDEN}
+    gamma: dict[str, Any] = {} if setting.gamma is None else {"gamma": setting.gamma}
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": HIDDEN}
     config = ShapedConfig(
         num_hidden_layers=setting.depth, max_position_embeddings=TOKENS, use_cache=False, **sizes, **KINDS[setting.kind], **gamma
     )
@@ -133,7 +137,8 @@ def examine(setting: Setting, steps: int = STEPS) -> dict[str, Any]:
         "quantities": {name: value if math.isfinite(value) else None for name, value in measure_quantities(seen).items()},
         "losses": losses,
         "best_loss": min(finite) if finite else None,
-        "trains": bool(finite) and min(finite) < known_token(),
+        "trains": min(finite, default=math.inf) < half_way(),
+        "attends": min(finite, default=math.inf) < known_token(),
         "cpu_seconds": time.thread_time() - began,
     }
 
@@ -183,7 +188,8 @@ def describe_protocol(steps: int) -> dict[str, Any]:
         "seeds": [SEED, CHAINS_SEED, TRAINING_SEED],
         "sizes": {"width": WIDTH, "heads": HEADS, "hidden": HIDDEN, "tokens": TOKENS, "sequences": SEQUENCES, "vocabulary": VOCABULARY},
         "training": {"steps": steps, "warmup": WARMUP, "last": LAST, "clip": CLIP, "betas": list(BETAS), "rates": list(RATES)},
-        "trains_below": known_token(),
+        "trains_below": half_way(),
+        "attends_below": known_token(),
     }
 
 

@@ -88,6 +88,7 @@ def test_the_losses_of_the_task_are_its_entropies(chains: Any):
     assert_mean(seen, chains.known_token())
     known = best * -math.log(chains.USUAL + other) - (1 - best) * math.log(other)
     assert_mean(known, chains.known_chain(), bias=1e-3)
+    assert chains.half_way() == pytest.approx(2.0583, abs=1e-4)
 
 
 def test_scales_multiply_the_matrices_that_the_design_names(study: Any):
@@ -123,23 +124,26 @@ def test_models_are_judged_trained_and_kept(study: Any, tmp_path: Path):
 
 def test_one_rate_that_trains_is_enough(study: Any, monkeypatch: pytest.MonkeyPatch):
     tried: list[float] = []
+    losses = [math.inf, 2.0, 1.9, math.inf, 1.8]
 
     def train(model: Any, successors: Any, rate: float, steps: int) -> float:
         tried.append(rate)
-        return {1e-3: math.inf, 3e-3: 1.8}.get(rate, 9.0)
+        return losses.pop(0)
 
     monkeypatch.setattr(study, "train", train)
-    record = study.examine(study.Setting(0, "shaped", 4, 0.2, 1.0, 1.0))
-    assert tried == [1e-3, 3e-3]
-    assert record["trains"]
-    assert record["losses"] == {"0.001": None, "0.003": 1.8}
+    slow, fast = (study.examine(study.Setting(0, "shaped", 4, 0.2, 1.0, 1.0)) for _ in range(2))
+    assert tried == [1e-3, 3e-3, 3e-4, 1e-3, 3e-3]
+    assert slow["losses"] == {"0.001": None, "0.003": 2.0, "0.0003": 1.9}
+    assert [slow["best_loss"], slow["trains"], slow["attends"]] == [1.9, True, False]
+    assert [fast["best_loss"], fast["trains"], fast["attends"]] == [1.8, True, True]
 
 
 def test_tables_count_what_is_found_and_missed(study: Any, capsys: pytest.CaptureFixture[str]):
     def make(kind: str, risk: float, trains: bool, spread: float | None) -> dict[str, Any]:
         setting = {"number": 0, "kind": kind, "depth": 4, "gamma": None, "scale": 1.0, "qk_scale": None}
         loss = 1.0 if trains else None
-        return {"setting": setting, "risk": risk, "trains": trains, "best_loss": loss, "verdicts": [], "quantities": {"spread": spread}}
+        outcome = {"trains": trains, "attends": risk < 0.15, "best_loss": loss}
+        return {"setting": setting, "risk": risk, "verdicts": [], "quantities": {"spread": spread}} | outcome
 
     rows = [("a", 0.9, False, None), ("a", 0.2, True, 1.0), ("b", 0.4, False, 2.0), ("b", 0.6, True, 3.0), ("b", 0.1, True, 0.0)]
     tables = study.make_tables([make(*row) for row in rows])
@@ -149,6 +153,7 @@ def test_tables_count_what_is_found_and_missed(study: Any, capsys: pytest.Captur
     assert tables["all"]["auc"] == pytest.approx(5 / 6)
     assert tables["quantities"]["spread"]["auc"] == pytest.approx(5 / 6)  # what is not finite ranks first
     assert tables["kinds"]["a"]["auc"] == 1.0
+    assert [tables["attends"][name] for name in ("fail", "found", "auc")] == [4, 2, 1.0]
     study.print_tables(tables)
     printed = capsys.readouterr().out
     assert "- b, depth 4, scale 1: risk 0.40 (no verdict), loss not finite" in printed
