@@ -22,8 +22,8 @@ not finite ends a run. The outcome is the lowest mean loss of the last 20 steps.
   above it, so a level there would also ask how fast attention learns. That is why it is not the first outcome.
 
 Eight runs of usual models (scales 1, gamma 0.2; Pre-LN, Post-LN, shaped, plain; depth 4 to 24), which were trained to choose the sizes of
-the task, were at 0.9 to 1.4 after 250 steps at a rate of 1e-3 or 3e-3. Sixteen models of another seed, depth 4 to 7, were examined to try the
-program; the third of them, at 1.88, is why "trains" is not the same as "attends".
+the task, were at 0.9 to 1.4 after 250 steps at a rate of 1e-3 or 3e-3. Sixteen models of another seed, depth 4 to 7, were examined to try
+the program; the third of them, at 1.88, is why "trains" is not the same as "attends".
 
 Finished models are kept in a file of JSON lines beside `--out`; a second call goes on from there.
 """
