@@ -31,6 +31,7 @@ Finished models are kept in a file of JSON lines beside `--out`; a second call g
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import math
@@ -53,7 +54,7 @@ import shaped
 from shaped.diagnosis import Observation, observe, verdicts
 from shaped.diagnosis.curves import list_curves
 from shaped.diagnosis.verdicts import judge, measure_risk
-from shaped.files import read_text, sha256, write_atomically, write_json
+from shaped.files import read_text, write_atomically, write_json
 from shaped.hf import ShapedConfig, ShapedForCausalLM
 from shaped.train.run.result import find_commit
 from shaped.train.step.learning_rates import compute_learning_rate
@@ -68,7 +69,6 @@ WIDTH, HEADS, HIDDEN, TOKENS, SEQUENCES = 64, 4, 128, 32, 8
 STEPS, WARMUP, LAST, CLIP, BETAS = 250, 50, 20, 1.0, (0.9, 0.98)
 RATES = (1e-3, 3e-3, 3e-4)
 SEED, CHAINS_SEED, TRAINING_SEED = 2026, 0, 1
-RULES = Path(verdicts.__file__)
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,19 @@ def measure_quantities(seen: Observation) -> dict[str, float]:
     }
 
 
+def hash_rules(source: str) -> str:
+    """Of the rules' code, without comments and docstrings: another wording is not another rule."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+
+
 def describe_protocol(steps: int) -> dict[str, Any]:
     """What the outcomes depend on. Models that were examined under another protocol are not mixed with these."""
     return {
-        "rules_sha256": sha256(RULES),
+        "rules_sha256": hash_rules(read_text(Path(verdicts.__file__))),
         "seeds": [SEED, CHAINS_SEED, TRAINING_SEED],
         "sizes": {"width": WIDTH, "heads": HEADS, "hidden": HIDDEN, "tokens": TOKENS, "sequences": SEQUENCES, "vocabulary": VOCABULARY},
         "training": {"steps": steps, "warmup": WARMUP, "last": LAST, "clip": CLIP, "betas": list(BETAS), "rates": list(RATES)},

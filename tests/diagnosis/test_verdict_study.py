@@ -74,6 +74,13 @@ def test_the_design_is_the_one_that_was_fixed(study: Any):
     assert hashlib.sha256(json.dumps(rounded).encode()).hexdigest()[:12] == "a1948285e9d7"
 
 
+def test_rules_are_known_by_their_code_not_by_their_wording(study: Any):
+    rules = '"""Rules."""\nDEAD = 0.5\n"""Share."""\ndef judge(x):\n    """Judges."""\n    return x >= DEAD'
+    assert study.hash_rules(rules) == study.hash_rules(rules.replace("Rules.", "The rules.").replace("Judges.", "") + "  # why")
+    assert study.hash_rules(rules) != study.hash_rules(rules.replace("0.5", "0.4"))
+    assert study.hash_rules(rules) != study.hash_rules(rules.replace(">=", ">"))
+
+
 def test_the_losses_of_the_task_are_its_entropies(chains: Any):
     successors = chains.make_chains(0)
     assert successors.sort(-1).values.tolist() == chains.CHAINS * [list(range(chains.VOCABULARY))]
