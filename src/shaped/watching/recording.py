@@ -1,0 +1,81 @@
+"""Measures a training step in its own forward and backward pass: no extra pass, nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaped.diagnosis.layer_calls import LayerRecorder
+from shaped.diagnosis.observation import StackObservation, label_parts, make_layer
+from shaped.diagnosis.stack import choose_layers
+
+
+TOKENS = 128
+"""Tokens of a sequence that are measured in the residual stream."""
+
+
+class StepRecorder:
+    """Records the model's next forward pass. Later passes of the step (accumulated batches, checkpointed layers) are not seen.
+
+    The hooks and the function mode are on from the beginning to the end of that pass, so the rest of the step runs as always. A compiled
+    model runs uncompiled until `close`: the compiler would hide what it calls.
+
+    Args:
+        sequences: how many sequences of the batch are measured.
+    """
+
+    def __init__(self, model: nn.Module, sequences: int):
+        self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        self._sequences = sequences
+        self._recorder: LayerRecorder | None = None
+        self._eager, self._pass = ExitStack(), ExitStack()
+        if any(module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in model.modules()):
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._removals: list[Callable[[], None]] = [
+            self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True).remove
+        ]
+
+    @property
+    def has_seen(self) -> bool:
+        return self._recorder is not None
+
+    def measure(self, gradients: Mapping[str, Tensor] | None = None) -> tuple[StackObservation, ...]:
+        """Every quantity of every layer. Gradients are those in the parameters by default, so call it before they are set to zero."""
+        if self._recorder is None:
+            raise ValueError(
+                f"model must be called in every step that is watched, got none of {type(self.model).__name__}: watch the module that is called"
+            )
+        stacks = choose_layers(self._recorder.parts)
+        if not stacks:
+            raise ValueError(
+                f"model must have attention through scaled_dot_product_attention, shaped_attention or a softmax of queries times keys, "
+                f"got {type(self.model).__name__}, in which none was seen"
+            )
+        if gradients is None:
+            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        matrices = {name: gradient for name, gradient in gradients.items() if gradient.ndim >= 2}
+        return tuple(
+            StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)))
+            for name, parts in stacks.items()
+        )
+
+    def close(self) -> None:
+        """Removes the hooks. May be called twice."""
+        while self._removals:
+            self._removals.pop()()
+        self._pass.close()
+        self._eager.close()
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._recorder is None:
+            self._recorder = self._pass.enter_context(LayerRecorder(self.model, kwargs, self._sequences, TOKENS))
+            self._recorder.begin_call(args, kwargs)
+            # Registered now: it must come after the recorder's own hook of the model.
+            self._removals.append(self.model.register_forward_hook(self._end, always_call=True).remove)
+
+    def _end(self, *_: Any) -> None:
+        self._pass.close()
