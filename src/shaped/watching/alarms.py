@@ -1,0 +1,192 @@
+"""The rules: from the rows of a run to alarms, before it dies.
+
+A layer's value at a row is the median of its last RECENT values, so one odd batch raises no alarm. A rule about change compares it with the
+run's own history: the rows of the last WINDOW before those, without the first WARM_UP rows of the run, in which everything changes.
+Numbers that are not finite are an alarm at once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from shaped.watching.rows import Row, finite_or_none
+
+RECENT = 3
+WARM_UP = 10
+WINDOW = 40
+LEAST_HISTORY = 10
+"""Rows of history without which nothing is compared with it."""
+
+ENTROPY_LOW = 0.1
+"""Share of uniform attention's entropy. Zhai et al. 2023: training diverges as a layer's entropy goes to 0; a diagnosis calls 0.05 a
+collapse. It must also have fallen by ENTROPY_FALL since its highest: a layer that starts there is no alarm."""
+ENTROPY_FALL = 2.0
+LOGITS_HIGH, LOGITS_GROWTH = 50.0, 1.5
+"""Size of the largest logit, and its factor over the history. Wortsman et al. 2023: at large learning rates logits grow without bound
+before a run diverges; at 50 a softmax has one key unless two logits are nearly equal."""
+STREAM_GROWTH = 4.0
+"""Factor of the residual stream's length over the history."""
+BAND = 6.0
+"""Half the width of the gradients' band, in robust standard deviations of the logarithm."""
+BAND_UP, BAND_DOWN = 4.0, 10.0
+"""Factors that the band has at least. Gradients fall by more than they rise while a run goes well."""
+LOSS_RISE, LOSS_NOISE = 0.05, 6.0
+"""Rise over the lowest loss so far, as a share of it, and in standard deviations of its noise: both must be exceeded."""
+
+ADVICE = {
+    "entropy collapse": "lower the learning rate or use QK-norm, which bounds the logits",
+    "growing logits": "use QK-norm, or lower the learning rate of queries and keys",
+    "growing residual stream": "lower the learning rate, add weight decay, or scale the branches down (shape with a smaller gamma)",
+    "gradients above their band": "clip the gradients' norm, or lower the learning rate",
+    "gradients below their band": "lower the learning rate, and look for layers that collapsed (shaped.diagnose)",
+    "rising loss": "go back to a checkpoint, lower the learning rate or lengthen the warm-up",
+    "non-finite values": "go back to a checkpoint, lower the learning rate and clip the gradients' norm",
+}
+"""The kinds of alarms, and what to try."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    kind: str
+    step: int
+    layer: str
+    """The one farthest beyond the threshold; empty for the loss."""
+    value: float
+    threshold: float
+
+    @property
+    def advice(self) -> str:
+        return ADVICE[self.kind]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"value": finite_or_none(self.value), "advice": self.advice}
+
+    def __str__(self) -> str:
+        place = f" in {self.layer}" if self.layer else ""
+        limit = "" if math.isnan(self.value) else f", threshold {self.threshold:.3g}"
+        return f"step {self.step}: {self.kind}{place}: {self.value:.3g}{limit}; try: {self.advice}"
+
+
+class Alarms:
+    """Judges the rows of a run one after another. `rows` are those before, of a run that is resumed.
+
+    A kind of alarm is given once; again only after WINDOW rows in which nothing was beyond its threshold.
+    """
+
+    def __init__(self, rows: Iterable[Row] = ()):
+        self._rows: list[Row] = []
+        """The last rows, as many as the rules look at."""
+        self._count = 0
+        self._seen: dict[str, int] = {}
+        self._highest_share: dict[str, float] = {}
+        self._lowest_loss = math.inf
+        for row in rows:
+            self.check(row)
+
+    def check(self, row: Row) -> list[Alarm]:
+        """The alarms of the next row."""
+        self._rows = [*self._rows, row][-(RECENT + WINDOW) :]
+        self._count += 1
+        found = []
+        for alarm in self._judge(row):
+            if self._count - self._seen.get(alarm.kind, -WINDOW) >= WINDOW:
+                found.append(alarm)
+            self._seen[alarm.kind] = self._count
+        return found
+
+    def _judge(self, row: Row) -> Iterator[Alarm]:
+        """What is beyond its threshold: of each kind the layer that is farthest beyond."""
+        broken = find_non_finite(row)
+        if broken is not None:
+            yield Alarm("non-finite values", row.step, broken, math.nan, 0.0)
+            return
+        yield from self._judge_loss(row.step)
+        candidates: dict[str, list[Alarm]] = {}
+        for layer in row.quantities["entropy_share"]:
+            for alarm in (*self._judge_entropy(row.step, layer), *self._compare(row.step, layer)):
+                candidates.setdefault(alarm.kind, []).append(alarm)
+        for alarms in candidates.values():
+            yield max(alarms, key=lambda alarm: abs(math.log(max(alarm.value, 1e-30) / alarm.threshold)))
+
+    def _judge_loss(self, step: int) -> Iterator[Alarm]:
+        losses = [row.loss for row in self._rows if math.isfinite(row.loss)]
+        if self._count <= WARM_UP or len(losses) < LEAST_HISTORY:
+            return
+        loss = recent(losses)
+        self._lowest_loss = min(self._lowest_loss, loss)
+        noise = robust_scale([after - before for before, after in pairwise(losses)]) / math.sqrt(2.0)  # of one row
+        limit = self._lowest_loss + max(LOSS_RISE * abs(self._lowest_loss), LOSS_NOISE * noise)
+        if loss > limit:
+            yield Alarm("rising loss", step, "", loss, limit)
+
+    def _judge_entropy(self, step: int, layer: str) -> Iterator[Alarm]:
+        share = recent(collect(self._rows, "entropy_share", layer))
+        highest = self._highest_share[layer] = max(self._highest_share.get(layer, 0.0), share)
+        limit = min(ENTROPY_LOW, highest / ENTROPY_FALL)
+        if share < limit:
+            yield Alarm("entropy collapse", step, layer, share, limit)
+
+    def _compare(self, step: int, layer: str) -> Iterator[Alarm]:
+        """A layer with its own history."""
+        history = self._rows[max(0, WARM_UP - self._count + len(self._rows)) : -RECENT]
+        if len(history) < LEAST_HISTORY:
+            return
+
+        def compare(quantity: str) -> tuple[float, list[float]]:
+            return recent(collect(self._rows, quantity, layer)), collect(history, quantity, layer)
+
+        logit, past = compare("largest_logit")
+        limit = max(LOGITS_HIGH, LOGITS_GROWTH * median(past))
+        if logit > limit:
+            yield Alarm("growing logits", step, layer, logit, limit)
+        length, past = compare("length")
+        limit = STREAM_GROWTH * min(past, default=math.nan)
+        if length > limit:
+            yield Alarm("growing residual stream", step, layer, length, limit)
+        gradient, past = compare("gradient")
+        logs = [math.log(value) for value in past if value > 0.0]
+        if len(logs) >= LEAST_HISTORY:
+            middle, width = median(logs), BAND * robust_scale(logs)
+            limit = math.exp(middle + max(width, math.log(BAND_UP)))
+            if gradient > limit:
+                yield Alarm("gradients above their band", step, layer, gradient, limit)
+            limit = math.exp(middle - max(width, math.log(BAND_DOWN)))
+            if gradient < limit:
+                yield Alarm("gradients below their band", step, layer, gradient, limit)
+
+
+def find_non_finite(row: Row) -> str | None:
+    """The first layer with a number that is not finite, "" if it is the loss; None if all are. Layers may lack a quantity: then it is nan
+    at every row, and so only those that the rules need count."""
+    for layer, length in row.quantities.get("length", {}).items():
+        if not math.isfinite(length) and not math.isfinite(row.loss):
+            return layer
+    for layer, gradient in row.quantities.get("gradient", {}).items():
+        if math.isinf(gradient):
+            return layer
+    return None if math.isfinite(row.loss) else ""
+
+
+def collect(rows: Iterable[Row], quantity: str, layer: str) -> list[float]:
+    """The finite values of one layer."""
+    values = (row.quantities.get(quantity, {}).get(layer, math.nan) for row in rows)
+    return [value for value in values if math.isfinite(value)]
+
+
+def recent(values: list[float]) -> float:
+    return median(values[-RECENT:])
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+def robust_scale(values: list[float]) -> float:
+    """The standard deviation of a normal sample, from its median absolute deviation."""
+    middle = statistics.median(values)
+    return 1.4826 * statistics.median(abs(value - middle) for value in values)
