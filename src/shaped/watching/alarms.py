@@ -114,7 +114,7 @@ class Alarms:
             yield max(alarms, key=lambda alarm: abs(math.log(max(alarm.value, 1e-30) / alarm.threshold)))
 
     def _judge_loss(self, step: int) -> Iterator[Alarm]:
-        losses = [row.loss for row in self._rows if math.isfinite(row.loss)]
+        losses = [row.loss for row in self._rows if row.loss is not None and math.isfinite(row.loss)]
         if self._count <= WARM_UP or len(losses) < LEAST_HISTORY:
             return
         loss = recent(losses)
@@ -161,15 +161,16 @@ class Alarms:
 
 
 def find_non_finite(row: Row) -> str | None:
-    """The first layer with a number that is not finite, "" if it is the loss; None if all are. Layers may lack a quantity: then it is nan
-    at every row, and so only those that the rules need count."""
-    for layer, length in row.quantities.get("length", {}).items():
-        if not math.isfinite(length) and not math.isfinite(row.loss):
-            return layer
-    for layer, gradient in row.quantities.get("gradient", {}).items():
-        if math.isinf(gradient):
-            return layer
-    return None if math.isfinite(row.loss) else ""
+    """The first layer whose stream or gradient is not finite; "" if it is the loss alone, None if all is finite.
+
+    A quantity that was not measured is nan too. So a nan counts only if the loss is not finite either.
+    """
+    loss_breaks = row.loss is not None and not math.isfinite(row.loss)
+    for quantity in ("length", "gradient"):
+        for layer, value in row.quantities.get(quantity, {}).items():
+            if math.isinf(value) or (loss_breaks and math.isnan(value)):
+                return layer
+    return "" if loss_breaks else None
 
 
 def collect(rows: Iterable[Row], quantity: str, layer: str) -> list[float]:

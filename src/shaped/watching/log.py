@@ -18,14 +18,14 @@ FILE = "watch.jsonl"
 class WatchLog:
     """Appends to the file of a run. Lines from `start` on are dropped: those steps are computed again. So is a line that was cut off."""
 
-    def __init__(self, folder: Path, start: int = 0):
+    def __init__(self, folder: Path, start: int = 0, tensorboard: bool = True):
         make_folder(folder)
         self.path = folder / FILE
         lines = [line for line in read_lines(self.path) if line["step"] < start]
         self.rows = [Row.from_json(line) for line in lines if "kind" not in line]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         write_atomically(self.path, lambda file: file.write(text.encode()))
-        self._writer = open_writer(folder / "tensorboard", start)
+        self._writer = open_writer(folder / "tensorboard", start) if tensorboard else None
 
     def write(self, row: Row, alarms: Iterable[Alarm]) -> None:
         self.rows.append(row)
@@ -33,10 +33,12 @@ class WatchLog:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
         if self._writer is not None:
-            for name, values in {"loss": {"": row.loss}, **row.quantities}.items():
+            if row.loss is not None:
+                self._writer.add_scalar("loss", row.loss, row.step)
+            for name, values in row.quantities.items():
                 for layer, value in values.items():
                     if math.isfinite(value):
-                        self._writer.add_scalar(f"{name}/{layer}".rstrip("/"), value, row.step)
+                        self._writer.add_scalar(f"{name}/{layer}", value, row.step)
             for alarm in alarms:
                 self._writer.add_text("alarm", str(alarm), row.step)
 

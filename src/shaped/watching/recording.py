@@ -21,8 +21,9 @@ TOKENS = 128
 class StepRecorder:
     """Records the model's next forward pass. Later passes of the step (accumulated batches, checkpointed layers) are not seen.
 
-    The hooks and the function mode are on from the beginning to the end of that pass, so the rest of the step runs as always. A compiled
-    model runs uncompiled until `close`: the compiler would hide what it calls.
+    The function mode is on from the beginning to the end of that pass, so the rest of the step runs as always. Passes without gradients, of
+    a validation between two steps, do not count. Norms of gradients are taken while the backward pass adds them: before anything clips
+    them or sets them to zero. A compiled model runs uncompiled until `close`: the compiler would hide what it calls.
 
     Args:
         sequences: how many sequences of the batch are measured.
@@ -38,13 +39,17 @@ class StepRecorder:
         self._removals: list[Callable[[], None]] = [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True).remove
         ]
+        self._norms: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.ndim >= 2:
+                self._removals.append(parameter.register_post_accumulate_grad_hook(self._norm_hook(name)).remove)
 
     @property
     def has_seen(self) -> bool:
         return self._recorder is not None
 
     def measure(self, gradients: Mapping[str, Tensor] | None = None) -> tuple[StackObservation, ...]:
-        """Every quantity of every layer. Gradients are those in the parameters by default, so call it before they are set to zero."""
+        """Every quantity of every layer. Gradients, by parameter, are those that the backward pass added, unless others are given."""
         if self._recorder is None:
             raise ValueError(
                 f"model must be called in every step that is watched, got none of {type(self.model).__name__}: watch the module that is called"
@@ -55,9 +60,7 @@ class StepRecorder:
                 f"model must have attention through scaled_dot_product_attention, shaped_attention or a softmax of queries times keys, "
                 f"got {type(self.model).__name__}, in which none was seen"
             )
-        if gradients is None:
-            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        matrices = {name: gradient for name, gradient in gradients.items() if gradient.ndim >= 2}
+        matrices = self._norms if gradients is None else {name: gradient for name, gradient in gradients.items() if gradient.ndim >= 2}
         return tuple(
             StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)))
             for name, parts in stacks.items()
@@ -71,7 +74,7 @@ class StepRecorder:
         self._eager.close()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._recorder is None:
+        if self._recorder is None and torch.is_grad_enabled():
             self._recorder = self._pass.enter_context(LayerRecorder(self.model, kwargs, self._sequences, TOKENS))
             self._recorder.begin_call(args, kwargs)
             # Registered now: it must come after the recorder's own hook of the model.
@@ -79,3 +82,10 @@ class StepRecorder:
 
     def _end(self, *_: Any) -> None:
         self._pass.close()
+
+    def _norm_hook(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None:  # accumulated batches call this again: the last norm is that of their sum
+                self._norms[name] = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+        return hook

@@ -31,7 +31,8 @@ class Watcher(AbstractContextManager["Watcher"]):
         """Should the loop end? Never, unless `stop` was given."""
         self._log, self._stop, self._sequences = log, stop, sequences
         self._rules = Alarms(self.rows)
-        self._step, self._losses = start, []
+        self._step = start
+        self._losses: list[Tensor] = []
         self._recorder: StepRecorder | None = None
 
     def __enter__(self) -> Watcher:
@@ -43,23 +44,23 @@ class Watcher(AbstractContextManager["Watcher"]):
         if self._log is not None:
             self._log.close()
 
-    def step(self, loss: Tensor | float) -> list[Alarm]:
-        """Ends a step, between `loss.backward()` and `optimizer.step()`: gradients are read from the parameters, and the optimiser may
-        change or delete them. Returns the alarms of this step.
+    def step(self, loss: Tensor | float | None) -> list[Alarm]:
+        """Ends a step: once after its `loss.backward()`, before the next forward pass. Returns the alarms of this step.
 
-        Losses of other steps than the measured ones are read later, all at once: a GPU need not wait for them.
+        Losses are read at the measured steps, all at once: a GPU need not wait for them at others. None: the loss is not known.
         """
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise ValueError(f"loss must be one number, got shape {list(loss.shape)}")
-        self._losses.append(loss.detach().reshape(()) if isinstance(loss, Tensor) else torch.tensor(float(loss)))
+        if loss is not None:
+            self._losses.append(loss.detach().reshape(()) if isinstance(loss, Tensor) else torch.tensor(float(loss)))
         found = self._measure(self._recorder) if self._recorder is not None else []
         self._step += 1
         self._prepare()
         return found
 
     def _measure(self, recorder: StepRecorder) -> list[Alarm]:
-        losses = torch.stack([loss.to(self._losses[-1].device, torch.float64) for loss in self._losses])
-        row = Row.of(self._step, float(losses.mean()), recorder.measure())
+        losses = [float(loss) for loss in self._losses]
+        row = Row.of(self._step, sum(losses) / len(losses) if losses else None, recorder.measure())
         self._losses.clear()
         found = self._rules.check(row)
         self.alarms += found
@@ -90,6 +91,7 @@ def watch(
     stop: bool = False,
     sequences: int = SEQUENCES,
     start: int = 0,
+    tensorboard: bool = True,
 ) -> Watcher:
     """Watches a training loop: the quantities of `shaped.diagnose` every so many steps, and alarms before a run dies.
 
@@ -97,10 +99,10 @@ def watch(
             for batch in batches:
                 loss = model(**batch).loss
                 loss.backward()
-                for alarm in watcher.step(loss):
-                    print(alarm)
                 optimizer.step()
                 optimizer.zero_grad()
+                for alarm in watcher.step(loss):
+                    print(alarm)
 
     The numbers are those of the training step itself, dropout included: there is no extra pass.
 
@@ -113,10 +115,11 @@ def watch(
         stop: set `watcher.stopped` at the first alarm, for `if watcher.stopped: break`.
         sequences: how many sequences of the batch are measured.
         start: number of the first step, of a run that is resumed. Lines of the file from this step on are dropped.
+        tensorboard: False for no TensorBoard files.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     every, sequences = whole_number("every", every), whole_number("sequences", sequences)
     start = whole_number("start", start, least=0)
-    log = None if out is None else WatchLog(Path(out), start)
+    log = None if out is None else WatchLog(Path(out), start, check_bool("tensorboard", tensorboard))
     return Watcher(model, every, log, check_bool("stop", stop), sequences, start)
