@@ -104,7 +104,9 @@ def make_block(setting: Setting) -> nn.Module:
     is_shaped = setting.kind == "shaped"
     attention = ShapedSelfAttention(WIDTH, HEADS, causal=True, shaped=is_shaped, qk_norm=setting.qk_norm)
     feedforward = ShapedFeedForwardBlock(WIDTH, 4 * WIDTH, shaped=is_shaped)
-    return ShapedTransformerBlock(attention, feedforward, 0.3) if setting.kind == "shaped" else NormBlock(attention, feedforward, setting.kind)
+    return (
+        ShapedTransformerBlock(attention, feedforward, 0.3) if setting.kind == "shaped" else NormBlock(attention, feedforward, setting.kind)
+    )
 
 
 def make_text(seed: int, chains: int = 256, length: int = 800) -> Tensor:

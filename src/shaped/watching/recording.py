@@ -13,7 +13,6 @@ from shaped.diagnosis.layer_calls import LayerRecorder
 from shaped.diagnosis.observation import StackObservation, label_parts, make_layer
 from shaped.diagnosis.stack import choose_layers
 
-
 TOKENS = 128
 """Tokens of a sequence that are measured in the residual stream."""
 
@@ -48,23 +47,14 @@ class StepRecorder:
     def has_seen(self) -> bool:
         return self._recorder is not None
 
-    def measure(self, gradients: Mapping[str, Tensor] | None = None) -> tuple[StackObservation, ...]:
-        """Every quantity of every layer. Gradients, by parameter, are those that the backward pass added, unless others are given."""
+    def measure(self) -> tuple[StackObservation, ...]:
+        """Every quantity of every layer."""
         if self._recorder is None:
             raise ValueError(
-                f"model must be called in every step that is watched, got none of {type(self.model).__name__}: watch the module that is called"
+                f"model must be called with gradients in every step that is watched, got no call of {type(self.model).__name__}: "
+                "watch the module that the loop calls"
             )
-        stacks = choose_layers(self._recorder.parts)
-        if not stacks:
-            raise ValueError(
-                f"model must have attention through scaled_dot_product_attention, shaped_attention or a softmax of queries times keys, "
-                f"got {type(self.model).__name__}, in which none was seen"
-            )
-        matrices = self._norms if gradients is None else {name: gradient for name, gradient in gradients.items() if gradient.ndim >= 2}
-        return tuple(
-            StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)))
-            for name, parts in stacks.items()
-        )
+        return make_stacks(self.model, self._recorder, self._norms)
 
     def close(self) -> None:
         """Removes the hooks. May be called twice."""
@@ -86,6 +76,30 @@ class StepRecorder:
     def _norm_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             if parameter.grad is not None:  # accumulated batches call this again: the last norm is that of their sum
-                self._norms[name] = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.promote_types(parameter.dtype, torch.float32))
+                self._norms[name] = torch.linalg.vector_norm(
+                    parameter.grad.detach(), dtype=torch.promote_types(parameter.dtype, torch.float32)
+                )
 
         return hook
+
+
+@torch.no_grad()
+def measure_batch(model: nn.Module, batch: Mapping[str, Any], gradients: Mapping[str, Tensor]) -> tuple[StackObservation, ...]:
+    """For a training step that no hook sees, such as a CUDA graph: one more forward pass of a batch, and the step's gradients by name."""
+    with LayerRecorder(model, batch, tokens=TOKENS) as recorder:
+        model(**batch)
+    return make_stacks(model, recorder, {name: gradient for name, gradient in gradients.items() if gradient.ndim >= 2})
+
+
+def make_stacks(model: nn.Module, recorder: LayerRecorder, matrices: Mapping[str, Tensor]) -> tuple[StackObservation, ...]:
+    """`matrices`: gradients of the weight matrices, or the norms of these gradients."""
+    stacks = choose_layers(recorder.parts)
+    if not stacks:
+        raise ValueError(
+            f"model must have attention through scaled_dot_product_attention, shaped_attention or a softmax of queries times keys, "
+            f"got {type(model).__name__}, in which none was seen"
+        )
+    return tuple(
+        StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)))
+        for name, parts in stacks.items()
+    )

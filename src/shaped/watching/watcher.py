@@ -110,8 +110,8 @@ def watch(
         model: any module whose attention is `scaled_dot_product_attention`, `shaped_attention` or a softmax of a product. It is the module
             that the loop calls.
         every: steps between two measurements.
-        out: folder for watch.jsonl, one row or alarm a line, and for TensorBoard files where tensorboard is installed. A run that is resumed
-            continues the file. None: nothing is written.
+        out: folder for watch.jsonl, one row or alarm a line, and for TensorBoard files where tensorboard is installed. A run that is
+            resumed continues the file. None: nothing is written.
         stop: set `watcher.stopped` at the first alarm, for `if watcher.stopped: break`.
         sequences: how many sequences of the batch are measured.
         start: number of the first step, of a run that is resumed. Lines of the file from this step on are dropped.
