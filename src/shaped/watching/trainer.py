@@ -32,7 +32,8 @@ class WatchCallback(LayerLogCallback):
         super().__init__()
         self.every, self.stop, self.sequences = whole_number("every", every), check_bool("stop", stop), whole_number("sequences", sequences)
         self.watcher: Watcher | None = None
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor] = []  # of the batches that are accumulated
+        self._are_shares = False
         self._remove: Callable[[], None] = lambda: None
 
     @property
@@ -54,12 +55,12 @@ class WatchCallback(LayerLogCallback):
             tensorboard=False,  # `report_to` says where numbers go
         )
         self.watcher.__enter__()
-        self._remove = kwargs["model"].register_forward_hook(self._keep_loss).remove
+        self._remove = kwargs["model"].register_forward_hook(self._keep_loss, with_kwargs=True).remove
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.watcher is not None
         count, losses = len(self.watcher.rows), self._losses
-        alarms = self.watcher.step(torch.stack(losses).mean() if losses else None)
+        alarms = self.watcher.step(torch.stack(losses).sum() / (1 if self._are_shares else len(losses)) if losses else None)
         self._losses = []
         if len(self.watcher.rows) > count:
             self.log_row(self.watcher.rows[-1].to_json(), args, state, control, **kwargs)
@@ -71,7 +72,9 @@ class WatchCallback(LayerLogCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._close()
 
-    def _keep_loss(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _keep_loss(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        # Where the Trainer counts the items of all accumulated batches, the model divides by that number: the losses are shares of one.
+        self._are_shares = kwargs.get("num_items_in_batch") is not None
         loss = output.get("loss") if isinstance(output, dict) else None
         if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
             self._losses.append(loss.detach().reshape(()))
