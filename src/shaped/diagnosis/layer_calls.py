@@ -37,7 +37,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         self._number = 0
         self._real: Tensor | None = None
         self._batch_first = True
-        self._watcher = CallWatcher(self._attend, self._activate, self._see_part, self._count_sequences, sequences)
+        self._watcher = CallWatcher(self._attend, self._count_dead, self._see_part, self._count_sequences, sequences)
         self._removals: list[Callable[[], None]] = []
 
     def __enter__(self) -> LayerRecorder:
@@ -125,9 +125,6 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             part.attention[own] = found
             part.calls.add(self._number)
 
-    def _activate(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        self._count_dead(function, x)
-
     def _see_part(self) -> None:
         if self._running and is_plain_function(self._running[-1][1]):
             self._activations[-1] = True
@@ -135,8 +132,9 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
     def _count_dead(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         if x.ndim < 2:
             return
-        real = self._find_real(self._running[-1][0] if self._running else "", *x.shape[:2]) if x.ndim == 3 and self._batch_first else None
-        x = x[: self.sequences] if x.ndim == 3 and self._batch_first else x
+        x = x if self._batch_first or x.ndim != 3 else x.transpose(0, 1)
+        real = self._find_real(self._running[-1][0], *x.shape[:2]) if x.ndim == 3 and self._running else None
+        x = x[: self.sequences] if x.ndim == 3 else x
         found = count_dead_units(function, x if real is None else x[real[: self.sequences]])
         for part in self._open.values():
             part.activations.append(found)
@@ -159,11 +157,10 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
     def _find_real(self, name: str, batch: int, m: int) -> Tensor | None:
         """Which tokens are not padding, [batch, m]: what the batch says, or which keys the last self-attention masked for every query."""
         fitting = {key: mask for key, mask in self._masks.items() if tuple(mask.shape) == (batch, m)}
-        preferred = [mask for key, mask in fitting.items() if ("decoder" in key) == ("decoder" in name.split("."))]
-        for mask in (*preferred, *fitting.values()):
-            return None if bool(mask.all()) else mask
-        real = self._real
-        return real if real is not None and tuple(real.shape) == (batch, m) and not bool(real.all()) else None
+        ours = [mask for key, mask in fitting.items() if ("decoder" in key) == ("decoder" in name.split("."))]
+        masked = [] if self._real is None or tuple(self._real.shape) != (batch, m) else [self._real]
+        real = next(iter((*ours, *fitting.values(), *masked)), None)
+        return None if real is None or bool(real.all()) else real
 
 
 def find_padding_masks(batch: Any) -> dict[str, Tensor]:

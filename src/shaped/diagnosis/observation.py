@@ -81,7 +81,8 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
         StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, gradients) for labelled in label_parts(parts)))
         for name, parts in stacks.items()
     )
-    return Observation(observed, float(value), kind, find_non_finite(model, observed, float(value), gradients))
+    number = float(value.detach())
+    return Observation(observed, number, kind, find_non_finite(model, observed, number, gradients))
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -101,13 +102,23 @@ def differentiate(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     matrices = {name: p for name, p in model.named_parameters() if p.requires_grad and p.ndim >= 2}
     if not matrices or not loss.requires_grad:
         return {}
-    try:
-        found = torch.autograd.grad(loss, list(matrices.values()), allow_unused=True)
-    except RuntimeError as error:
-        if "heckpoint" not in str(error):
-            raise
-        raise ValueError(f"model must checkpoint with use_reentrant=False, got reentrant checkpoints in {type(model).__name__}") from None
+    if has_node(loss, "CheckpointFunctionBackward"):  # `grad` would leave out what it wraps
+        raise ValueError(f"model must checkpoint with use_reentrant=False, got reentrant checkpoints in {type(model).__name__}")
+    found = torch.autograd.grad(loss, list(matrices.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(matrices, found, strict=True) if gradient is not None}
+
+
+def has_node(loss: Tensor, name: str) -> bool:
+    """Is there an operation of this name in the graph of the loss?"""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            if node.name() == name:
+                return True
+            seen.add(node)
+            waiting += [other for other, _ in node.next_functions]
+    return False
 
 
 def label_parts(parts: Iterable[Part]) -> Iterator[tuple[Part, str]]:

@@ -99,9 +99,11 @@ def measure_attention(logits: Iterable[tuple[slice, Tensor]], real: Tensor | Non
         kept = count > 0
         if real is not None:
             kept = kept & real[:, None, rows]
-        highest = torch.where(kept, s.amax(-1), -torch.inf).amax((0, 2)).cpu()
+        top = s.amax(-1)
+        highest = torch.where(kept, top, -torch.inf).amax((0, 2)).cpu()
         largest = highest if largest.ndim == 0 else torch.maximum(largest, highest)
-        entropy = entropy + torch.where(kept, softmax_entropy(s), 0.0).sum((0, 2), dtype=torch.float64).cpu()
+        entropies = torch.where(top.isfinite(), softmax_entropy(s), torch.nan)
+        entropy = entropy + torch.where(kept, entropies, 0.0).sum((0, 2), dtype=torch.float64).cpu()
         uniform = uniform + torch.where(kept, count.clamp(min=1).double().log(), 0.0).sum((0, 2)).cpu()
         queries = queries + kept.sum((0, 2)).cpu()
     return AttentionQuantities(
@@ -119,11 +121,16 @@ def count_dead_units(function: Callable[[Tensor], Tensor], x: Tensor) -> DeadUni
     x = at_least_single(x.detach()).flatten(0, -2)
     alive = torch.zeros(x.shape[-1], dtype=torch.bool, device=x.device)
     for rows in x.split(ROWS):
-        with torch.enable_grad():
+        # Hooks of its own: those of gradient checkpointing would count these tensors among the model's.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, keep):
             entries = rows.clone().requires_grad_()
             (derivative,) = torch.autograd.grad(function(entries.view_as(entries).clone()).sum(), entries)
         alive |= ~(derivative.abs() <= NO_DERIVATIVE).all(0)
     return DeadUnits(int((~alive).sum()), x.shape[-1])
+
+
+def keep(x: Tensor) -> Tensor:
+    return x
 
 
 @torch.no_grad()

@@ -18,7 +18,11 @@ def make_fresh_copy(model: nn.Module, seed: int) -> nn.Module:
     transformers' models have `init_weights`; in others each module that has parameters must have `reset_parameters`. A ValueError names
     the module that has neither.
     """
-    fresh = copy.deepcopy(model)
+    try:
+        fresh = copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:  # it keeps activations, files or locks as attributes
+        said = " ".join(str(error).split())[:120]
+        raise ValueError(f"model must be one that copy.deepcopy can copy, got {type(model).__name__}: {said}") from None
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         if callable(getattr(fresh, "init_weights", None)) and hasattr(fresh, "config"):

@@ -13,7 +13,12 @@ from torch import nn
 def keep_unchanged(model: nn.Module) -> Iterator[None]:
     """Restores what a forward pass may change. Compiled parts run uncompiled: the compiler would hide what they call."""
     flags = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     devices = {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)))
@@ -25,6 +30,7 @@ def keep_unchanged(model: nn.Module) -> Iterator[None]:
             for module, training in flags.items():
                 module.training = training
             with torch.no_grad():
-                for buffer, before, version in buffers:
-                    if buffer._version != version:
+                for module, name, buffer, before in buffers:
+                    module._buffers[name] = buffer  # it may have been replaced
+                    if not torch.equal(buffer, before):
                         buffer.copy_(before)

@@ -8,7 +8,7 @@ excess. The model's risk is that of its worst stack.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -73,15 +73,15 @@ def judge(observation: Observation) -> tuple[Finding, ...]:
     if observation.non_finite:
         place = observation.non_finite
         sentence = f"the first value that is not finite: {place}"
-        found.append(Finding("non-finite values", "", (), math.nan, 0.0, "a step would make every weight nan", sentence, FARTHEST))
+        found.insert(0, Finding("non-finite values", "", (), math.nan, 0.0, "a step would make every weight nan", sentence, FARTHEST))
     return tuple(sorted(found, key=lambda finding: -finding.decades))
 
 
 def measure_risk(findings: Iterable[Finding]) -> float:
     """odds/(1 + odds) of the worst stack, its odds being the sum over rules of 10^decades."""
-    odds: Counter[str] = Counter()
+    odds: defaultdict[str, float] = defaultdict(float)
     for finding in findings:
-        odds[finding.stack] += 0.0 if finding.name in NOTICES else 10.0**finding.decades  # pyright: ignore[reportArgumentType]
+        odds[finding.stack] += 0.0 if finding.name in NOTICES else 10.0**finding.decades
     worst = max(odds.values(), default=0.0)
     return worst / (1.0 + worst)
 
@@ -186,4 +186,5 @@ def describe(layers: tuple[str, ...]) -> str:
 
 
 def show(value: float) -> str:
-    return f"{value:.3g}"
+    """Three digits. A share close to 1 is shown by what is missing."""
+    return f"1 - {1.0 - value:.2g}" if 0.999 <= value < 1.0 else f"{value:.3g}"

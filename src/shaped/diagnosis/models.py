@@ -1,0 +1,162 @@
+"""Models by name, for the command line: a folder, a config.json, or a function that makes one; and a batch for them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaped.files import read_json, read_text
+
+TOKENS, SEQUENCES = 128, 2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what it is given, with a few words about each."""
+
+    model: nn.Module
+    batch: Any
+    name: str
+    about: str
+
+
+def load_subject(
+    model: str, *, text: Path | None = None, tokens: int | None = None, sequences: int | None = None, seed: int = 0
+) -> Subject:
+    """The model, and its batch: the beginning of a text, random tokens of its vocabulary, or what the function returned.
+
+    Args:
+        model: a folder with a config.json and weights, a config.json (then the weights are drawn with the seed), or
+            `package.module:function`, which returns a model or a model and its batch.
+        text: UTF-8, cut into sequences by the tokenizer in the model's folder.
+        tokens, sequences: 128 and 2 by default; fewer tokens where the model has fewer positions.
+        seed: of the weights and of the random tokens.
+    """
+    if ":" in model and not Path(model).exists():
+        made, batch = call_function(model)
+        if batch is not None:
+            ignored = {"text": text, "tokens": tokens, "sequences": sequences}
+            for name, value in ignored.items():
+                if value is not None:
+                    raise ValueError(f"{name} must not be given where the function returns a batch itself, got {value}")
+            return Subject(made, batch, model, "the batch of the function")
+        folder = None
+    else:
+        made, folder = load_from_disk(model, seed)
+    name = model.rstrip("/").removesuffix("/config.json").rsplit("/", 1)[-1].removesuffix(".json") or model
+    batch, about = make_batch(made, folder, text, tokens, sequences, seed)
+    return Subject(made, batch, name, about)
+
+
+def call_function(place: str) -> tuple[nn.Module, Any]:
+    """What `package.module:function` returns: a model and a batch, None if it returns none. The current folder is on the path."""
+    module_name, _, function_name = place.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"model must be a function that can be imported, as package.module:function, got {place!r}: {error}") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    made = function()
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a function that returns a torch.nn.Module, or one and its batch, got {type(model).__name__}")
+    return model, batch
+
+
+def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path]:
+    """A model of transformers and its folder. Nothing is fetched, and no code of the folder is run."""
+    path = Path(place)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        read_json(file, model_type=str)
+    except FileNotFoundError:
+        raise ValueError(
+            f"model must be a folder with a config.json, such a file, or package.module:function, got {place!r}, which is none of them"
+        ) from None
+    if not find_spec("transformers"):
+        raise ValueError("diagnose needs transformers for a config.json (pip install 'shaped-transformer[hf]')")
+    from transformers import AutoConfig, logging
+
+    logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(file, local_files_only=True)
+        kind = choose_class(config)
+        if path.is_dir():
+            return kind.from_pretrained(path, config=config, local_files_only=True), path
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return kind.from_config(config), path.parent
+    except Exception as error:  # transformers has several classes of errors, some over many lines
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"model must be one that transformers can load, got {place!r}: {said}") from None
+
+
+def choose_class(config: Any) -> Any:
+    """The Auto class of the config's own architecture, or else of the task that its family has a loss for."""
+    import transformers
+
+    names = ("Seq2SeqLM",) if getattr(config, "is_encoder_decoder", False) else ()
+    names += ("CausalLM", "MaskedLM") if getattr(config, "is_decoder", False) else ("MaskedLM", "CausalLM")
+    kinds = [getattr(transformers, f"AutoModelFor{name}") for name in (*names, "ImageClassification", "SequenceClassification")]
+    fitting = [kind for kind in kinds if type(config) in kind._model_mapping]
+    for kind in fitting:
+        if kind._model_mapping[type(config)].__name__ in (config.architectures or ()):
+            return kind
+    return fitting[0] if fitting and not config.architectures else transformers.AutoModel
+
+
+def make_batch(
+    model: nn.Module, folder: Path | None, text: Path | None, tokens: int | None, sequences: int | None, seed: int
+) -> tuple[dict[str, Tensor], str]:
+    """A batch of ids or of images, and what it is, in words."""
+    config: Any = getattr(model, "config", None)
+    generator = torch.Generator().manual_seed(seed)
+    rows = SEQUENCES if sequences is None else sequences
+    if getattr(model, "main_input_name", "") == "pixel_values" and text is None and tokens is None:
+        size = config.image_size if isinstance(config.image_size, int) else tuple(config.image_size)
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.randn(rows, config.num_channels, height, width, generator=generator)}, "images of white noise"
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise ValueError(f"model must have a vocabulary, or its function must return a batch too, got {type(model).__name__}")
+    positions = getattr(config, "max_position_embeddings", None)
+    length = tokens if tokens is not None else min(TOKENS, positions) if isinstance(positions, int) and positions > 0 else TOKENS
+    if text is None:
+        usual = torch.tensor([number for number in range(vocabulary) if number != getattr(config, "pad_token_id", None)])
+        ids = usual[torch.randint(len(usual), (rows, length), generator=generator)]
+        about = "random tokens of the vocabulary: real text (--text FILE) may look different"
+    else:
+        ids, about = read_ids(folder, text, rows, length), f"the beginning of {text}"
+    batch = {"input_ids": ids}
+    if "labels" in inspect.signature(model.forward).parameters:
+        batch["labels"] = ids
+        about += "; labels: the tokens themselves"
+    return batch, about
+
+
+def read_ids(folder: Path | None, text: Path, sequences: int, tokens: int) -> Tensor:
+    if folder is None:
+        raise ValueError(f"text must not be given for a function, which returns its own batch, got {text}")
+    content = read_text(text)
+    from transformers import AutoTokenizer
+
+    try:
+        ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(content, add_special_tokens=False)["input_ids"]
+    except Exception as error:
+        said = " ".join(str(error).split())[:120]
+        raise ValueError(f"text must come with a tokenizer in the model's folder, got none in {folder}: {said}") from None
+    whole = min(len(ids) // tokens, sequences)
+    if not whole:
+        raise ValueError(f"text must have at least {tokens} tokens, got {len(ids)} in {text}")
+    return torch.tensor(ids[: whole * tokens]).view(whole, tokens)
