@@ -34,8 +34,8 @@ def find_alarms(rows: list[Row]) -> list[Alarm]:
 
 
 LIMITS = {
-    "entropy collapse": ("entropy_share", alarms.ENTROPY_LOW),
-    "growing logits": ("largest_logit", alarms.LOGITS_HIGH),
+    "entropy collapse": ("entropy_share", alarms.ENTROPY_COLLAPSE),
+    "growing logits": ("largest_logit", alarms.LOGITS_FATAL),
     "growing residual stream": ("length", alarms.STREAM_GROWTH * 2.0 * 0.99),
     "gradients above their band": ("gradient", 0.3 * alarms.BAND_UP),
     "gradients below their band": ("gradient", 0.3 / alarms.BAND_DOWN),
@@ -44,7 +44,8 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("kind", LIMITS)
-def test_thresholds(kind: str):
+def test_thresholds(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(alarms, "HORIZON", 0)  # no forecasts
     quantity, limit = LIMITS[kind]
     beyond = 0.95 if kind in ("entropy collapse", "gradients below their band") else 1.05
     if quantity == "loss":
@@ -58,11 +59,44 @@ def test_thresholds(kind: str):
     assert str(alarm).endswith(ADVICE[kind])
 
 
+@pytest.mark.parametrize(
+    ("quantity", "kind", "start", "rate"),
+    [
+        ("entropy_share", "entropy collapse", 1.0, -0.1),
+        ("entropy_share", "entropy collapse", 0.9, -0.05),
+        ("largest_logit", "growing logits", 4.0, 0.05),
+    ],
+)
+def test_forecasts(quantity: str, kind: str, start: float, rate: float):
+    """An exponential from row 20 on is an alarm HORIZON rows before it crosses the threshold, to within a row and the median's delay."""
+    rows = [
+        Row(10 * n, None, {"entropy_share": {"a": 0.9}} | {quantity: {"a": start * math.exp(rate * max(0, n - 20))}}) for n in range(100)
+    ]
+    (alarm, *_) = find_alarms(rows)
+    assert alarm.kind == kind
+    assert abs(math.log(alarm.value / alarm.threshold)) == pytest.approx(abs(rate) * (alarms.HORIZON - 0.5), abs=0.5 * abs(rate) + 1e-9)
+    crossing = 20 + math.log(alarm.threshold / start) / rate
+    assert alarm.step / 10 == math.ceil(crossing - alarms.HORIZON) + 1
+    assert alarm.steps_left is not None
+    assert alarm.steps_left == pytest.approx(10 * (crossing + 1) - alarm.step, abs=1.0)
+    assert f"in {alarm.steps_left} steps; try" in str(alarm)
+
+
+def test_slow_changes_and_first_rows_are_no_forecast():
+    for begin, rate in ((20, 0.01), (0, 0.25)):
+        logits = [min(22.0, 4.0 * math.exp(rate * max(0, n - begin))) for n in range(100)]
+        assert not find_alarms(
+            [Row(n, None, {"entropy_share": {"a": 0.9}, "largest_logit": {"a": value}}) for n, value in enumerate(logits)]
+        )
+
+
 def test_bands_are_as_wide_as_the_history_scatters():
     rows = make_rows({"gradient": 0.3 * 4.0 * 1.05})
     wide = [Row(row.step, row.loss, row.quantities | {"gradient": dict(row.quantities["gradient"])}) for row in rows]
     for number, row in enumerate(wide[:ROWS]):
-        row.quantities["gradient"]["second"] *= math.exp(0.5 * (-1) ** number)  # six robust deviations of 0.74 are more than a factor of 4
+        row.quantities["gradient"]["second"] *= math.exp(
+            0.5 * (number % 4 - 1.5)
+        )  # six robust deviations of about 0.7 are more than a factor of 4
     assert find_alarms(rows)
     assert not find_alarms(wide)
 
@@ -71,9 +105,11 @@ def test_one_odd_batch_and_a_start_that_is_low_are_no_alarms():
     rows = make_rows({})
     rows[30].quantities["gradient"]["first"] = 100.0
     rows[31].quantities["entropy_share"]["second"] = 0.0
+    rows[32].quantities["largest_logit"]["second"] = 1e4
     assert not find_alarms(rows)
     for row in rows:
         row.quantities["entropy_share"] = {"first": 0.04, "second": 0.6}
+        row.quantities["largest_logit"] = {"first": 300.0, "second": 8.0}
     assert not find_alarms(rows)
 
 
@@ -87,7 +123,13 @@ def test_a_kind_is_given_again_only_after_a_quiet_window():
 
 @pytest.mark.parametrize(
     ("loss", "length", "gradient", "layer"),
-    [(math.nan, 2.0, 0.3, ""), (math.inf, math.nan, 0.3, "a"), (3.0, math.inf, 0.3, "a"), (None, 2.0, math.inf, "a"), (None, math.nan, 0.3, None)],
+    [
+        (math.nan, 2.0, 0.3, ""),
+        (math.inf, math.nan, 0.3, "a"),
+        (3.0, math.inf, 0.3, "a"),
+        (None, 2.0, math.inf, "a"),
+        (None, math.nan, 0.3, None),
+    ],
 )
 def test_values_that_are_not_finite(loss: float | None, length: float, gradient: float, layer: str | None):
     """nan alone is a quantity that was not measured."""
@@ -98,6 +140,7 @@ def test_values_that_are_not_finite(loss: float | None, length: float, gradient:
 
 def test_a_resumed_run_knows_what_was_before():
     rows = make_rows({"length": 10.0})
-    assert find_alarms(rows) and not find_alarms(rows[-5:])
+    assert find_alarms(rows)
+    assert not find_alarms(rows[-5:])
     rules = Alarms(rows[:-2])
     assert [alarm.kind for row in rows[-2:] for alarm in rules.check(row)] == ["growing residual stream"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refused
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from refusals import refused
 from shaped.watching.alarms import Alarm, Alarms
 from shaped.watching.trainer import WatchCallback
 
@@ -28,7 +28,14 @@ class Text(torch.utils.data.Dataset):
 def make_trainer(folder: Path, callback: Any, steps: int = 6, **options: Any) -> Trainer:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=12, bos_token_id=0, eos_token_id=0))
-    given: dict[str, Any] = {"max_steps": steps, "save_steps": 4, "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    given: dict[str, Any] = {
+        "max_steps": steps,
+        "save_steps": 4,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
     arguments = TrainingArguments(str(folder), per_device_train_batch_size=4, seed=0, **given | options)
     return Trainer(model=model, args=arguments, train_dataset=Text(), eval_dataset=Text(), callbacks=[callback])
 

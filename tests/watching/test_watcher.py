@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shaped
+from refusals import refused
 from shaped.diagnosis.curves import CURVES, list_curves
 from shaped.diagnosis.observation import observe
 from shaped.watching.alarms import Alarm, Alarms
@@ -125,7 +125,12 @@ def test_files_of_a_run_that_is_resumed(tmp_path: Path, monkeypatch: pytest.Monk
         file.write('{"step": 4, "lo')  # a killed run
     watcher = train(make_model(), 3, every=1, out=tmp_path, start=3)
     lines = [json.loads(line) for line in (tmp_path / "watch.jsonl").read_text().splitlines()]
-    assert [(line["step"], line.get("kind")) for line in lines] == [(0, None), (1, None), (1, "rising loss"), *((n, None) for n in range(2, 6))]
+    assert [(line["step"], line.get("kind")) for line in lines] == [
+        (0, None),
+        (1, None),
+        (1, "rising loss"),
+        *((n, None) for n in range(2, 6)),
+    ]
     assert (lines[2]["value"], lines[2]["threshold"], lines[2]["advice"][:7]) == (5.0, 4.0, "go back")
     assert [row.step for row in watcher.rows] == list(range(6))
     assert watcher.rows[0].quantities["entropy"] == lines[0]["entropy"]

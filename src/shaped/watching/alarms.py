@@ -2,7 +2,7 @@
 
 A layer's value at a row is the median of its last RECENT values, so one odd batch raises no alarm. A rule about change compares it with the
 run's own history: the rows of the last WINDOW before those, without the first WARM_UP rows of the run, in which everything changes.
-Numbers that are not finite are an alarm at once.
+A forecast continues the trend of the logarithm over the last TREND rows. Numbers that are not finite are an alarm at once.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 from shaped.watching.rows import Row, finite_or_none
 
 RECENT = 3
-WARM_UP = 10
+WARM_UP = 5
 WINDOW = 40
 LEAST_HISTORY = 10
 """Rows of history without which nothing is compared with it."""
+TREND, HORIZON = 8, 20
+"""Rows that a trend is fitted to, and rows ahead in which it may cross a threshold."""
 
-ENTROPY_LOW = 0.1
-"""Share of uniform attention's entropy. Zhai et al. 2023: training diverges as a layer's entropy goes to 0; a diagnosis calls 0.05 a
-collapse. It must also have fallen by ENTROPY_FALL since its highest: a layer that starts there is no alarm."""
-ENTROPY_FALL = 2.0
-LOGITS_HIGH, LOGITS_GROWTH = 50.0, 1.5
-"""Size of the largest logit, and its factor over the history. Wortsman et al. 2023: at large learning rates logits grow without bound
-before a run diverges; at 50 a softmax has one key unless two logits are nearly equal."""
+ENTROPY_COLLAPSE, ENTROPY_FALL = 0.05, 2.0
+"""Share of uniform attention's entropy that a diagnosis calls a collapse (Zhai et al. 2023: training diverges as a layer's entropy goes to
+0), and by what factor it fell since its highest: a layer that starts there is no alarm."""
+LOGITS_FATAL, LOGITS_HIGH, LOGITS_GROWTH = 100.0, 20.0, 4.0
+"""The largest logit that is an alarm, the one from which on it is forecast, and by what factor it grew since its lowest. Wortsman et al.
+2023: at large learning rates logits grow without bound before a run diverges. At 100 attention sees one key unless two logits are nearly
+equal; in sound runs they stay below 20."""
 STREAM_GROWTH = 4.0
 """Factor of the residual stream's length over the history."""
 BAND = 6.0
@@ -58,6 +60,8 @@ class Alarm:
     """The one farthest beyond the threshold; empty for the loss."""
     value: float
     threshold: float
+    steps_left: int | None = None
+    """Of a forecast: steps until the threshold is crossed at the present rate. None: it was crossed."""
 
     @property
     def advice(self) -> str:
@@ -69,6 +73,8 @@ class Alarm:
     def __str__(self) -> str:
         place = f" in {self.layer}" if self.layer else ""
         limit = "" if math.isnan(self.value) else f", threshold {self.threshold:.3g}"
+        if self.steps_left is not None:
+            limit = f", at this rate {self.threshold:.3g} in {self.steps_left} steps"
         return f"step {self.step}: {self.kind}{place}: {self.value:.3g}{limit}; try: {self.advice}"
 
 
@@ -84,6 +90,7 @@ class Alarms:
         self._count = 0
         self._seen: dict[str, int] = {}
         self._highest_share: dict[str, float] = {}
+        self._lowest_logit: dict[str, float] = {}
         self._lowest_loss = math.inf
         for row in rows:
             self.check(row)
@@ -108,10 +115,10 @@ class Alarms:
         yield from self._judge_loss(row.step)
         candidates: dict[str, list[Alarm]] = {}
         for layer in row.quantities["entropy_share"]:
-            for alarm in (*self._judge_entropy(row.step, layer), *self._compare(row.step, layer)):
+            for alarm in (*self._judge_attention(row.step, layer), *self._compare(row.step, layer)):
                 candidates.setdefault(alarm.kind, []).append(alarm)
         for alarms in candidates.values():
-            yield max(alarms, key=lambda alarm: abs(math.log(max(alarm.value, 1e-30) / alarm.threshold)))
+            yield max(alarms, key=measure_excess)
 
     def _judge_loss(self, step: int) -> Iterator[Alarm]:
         losses = [row.loss for row in self._rows if row.loss is not None and math.isfinite(row.loss)]
@@ -124,12 +131,30 @@ class Alarms:
         if loss > limit:
             yield Alarm("rising loss", step, "", loss, limit)
 
-    def _judge_entropy(self, step: int, layer: str) -> Iterator[Alarm]:
-        share = recent(collect(self._rows, "entropy_share", layer))
+    def _judge_attention(self, step: int, layer: str) -> Iterator[Alarm]:
+        shares, logits = (collect(self._rows, name, layer) for name in ("entropy_share", "largest_logit"))
+        share, logit = recent(shares), recent(logits)
         highest = self._highest_share[layer] = max(self._highest_share.get(layer, 0.0), share)
-        limit = min(ENTROPY_LOW, highest / ENTROPY_FALL)
-        if share < limit:
-            yield Alarm("entropy collapse", step, layer, share, limit)
+        lowest = self._lowest_logit[layer] = min(self._lowest_logit.get(layer, math.inf), logit)
+        if share < highest / ENTROPY_FALL:
+            if share < ENTROPY_COLLAPSE:
+                yield Alarm("entropy collapse", step, layer, share, ENTROPY_COLLAPSE)
+            elif left := self._forecast(shares, ENTROPY_COLLAPSE):
+                yield Alarm("entropy collapse", step, layer, share, ENTROPY_COLLAPSE, left)
+        if logit > LOGITS_GROWTH * lowest:
+            if logit > LOGITS_FATAL:
+                yield Alarm("growing logits", step, layer, logit, LOGITS_FATAL)
+            elif logit > LOGITS_HIGH and (left := self._forecast(logits, LOGITS_FATAL)):
+                yield Alarm("growing logits", step, layer, logit, LOGITS_FATAL, left)
+
+    def _forecast(self, values: list[float], limit: float) -> int | None:
+        """Steps until the trend crosses the limit; None if it does not within HORIZON rows, or is not known yet."""
+        logs = [math.log(value) for value in values[-TREND:] if value > 0.0]
+        if self._count < WARM_UP + TREND or len(logs) < TREND:
+            return None
+        rate, way = fit_rate(logs), math.log(limit) - math.log(recent(values))
+        every = self._rows[-1].step - self._rows[-2].step
+        return math.ceil(way / rate * every) if rate * way > 0.0 and way / rate <= HORIZON else None
 
     def _compare(self, step: int, layer: str) -> Iterator[Alarm]:
         """A layer with its own history."""
@@ -140,10 +165,6 @@ class Alarms:
         def compare(quantity: str) -> tuple[float, list[float]]:
             return recent(collect(self._rows, quantity, layer)), collect(history, quantity, layer)
 
-        logit, past = compare("largest_logit")
-        limit = max(LOGITS_HIGH, LOGITS_GROWTH * median(past))
-        if logit > limit:
-            yield Alarm("growing logits", step, layer, logit, limit)
         length, past = compare("length")
         limit = STREAM_GROWTH * min(past, default=math.nan)
         if length > limit:
@@ -158,6 +179,11 @@ class Alarms:
             limit = math.exp(middle - max(width, math.log(BAND_DOWN)))
             if gradient < limit:
                 yield Alarm("gradients below their band", step, layer, gradient, limit)
+
+
+def measure_excess(alarm: Alarm) -> float:
+    """How far an alarm's value is beyond its threshold; negative for a forecast, and nearer to 0 the sooner the threshold is crossed."""
+    return abs(math.log(max(alarm.value, 1e-30) / alarm.threshold)) if alarm.steps_left is None else -alarm.steps_left
 
 
 def find_non_finite(row: Row) -> str | None:
@@ -185,6 +211,12 @@ def recent(values: list[float]) -> float:
 
 def median(values: list[float]) -> float:
     return statistics.median(values) if values else math.nan
+
+
+def fit_rate(values: list[float]) -> float:
+    """Change a row: the median slope over all pairs (Theil 1950; Sen 1968), which one odd row hardly changes."""
+    pairs = combinations(enumerate(values), 2)
+    return statistics.median((after - before) / (later - earlier) for (earlier, before), (later, after) in pairs)
 
 
 def robust_scale(values: list[float]) -> float:

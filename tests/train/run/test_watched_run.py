@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from refusals import refused
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from refusals import refused
 from shaped.train.run import loop
 from shaped.train.run.loop import pretrain
 from shaped.train.run.metrics import read_metrics
@@ -53,11 +53,19 @@ def test_an_alarm_stops_the_run_with_a_checkpoint_and_is_not_given_again(tiny: S
     monkeypatch.setattr("shaped.train.run.diagnostics.Alarms", Nervous)
     said: list[str] = []
     settings = replace(tiny, steps=40, warmup=10, watch_every=10, watch_stop=True)
-    with pytest.raises(Alarmed, match=r"stopped by an alarm \(step 20: growing logits in layer 2: 60, threshold 50; try: .*\) at step 20 of 40"):
+    with pytest.raises(
+        Alarmed, match=r"stopped by an alarm \(step 20: growing logits in layer 2: 60, threshold 50; try: .*\) at step 20 of 40"
+    ):
         pretrain(settings, log=said.append)
     assert any("growing logits in layer 2" in line for line in said)
     (alarm,) = read_metrics(tiny.out / "metrics.jsonl", "alarm")
-    assert (alarm["step"], alarm["alarm"], alarm["layer"], alarm["value"], alarm["threshold"]) == (20, "growing logits", "layer 2", 60.0, 50.0)
+    assert (alarm["step"], alarm["alarm"], alarm["layer"], alarm["value"], alarm["threshold"]) == (
+        20,
+        "growing logits",
+        "layer 2",
+        60.0,
+        50.0,
+    )
     assert pretrain(settings).steps == 40
     assert seen == [[], [10, 20]]
 
