@@ -96,7 +96,7 @@ def test_bands_are_as_wide_as_the_history_scatters():
     for number, row in enumerate(wide[:ROWS]):
         row.quantities["gradient"]["second"] *= math.exp(
             0.5 * (number % 4 - 1.5)
-        )  # six robust deviations of about 0.7 are more than a factor of 4
+        )  # six deviations are more than a factor of 4
     assert find_alarms(rows)
     assert not find_alarms(wide)
 
