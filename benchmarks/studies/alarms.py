@@ -47,6 +47,8 @@ ENTROPY = 0.02
 """Collapsed: from the death on, the entropy of a layer stays below this share of that of uniform attention."""
 CORRELATION = 0.99
 """Also collapsed: from the death on, the mean correlation of the tokens behind the last layer stays above this."""
+AT_ONCE = 50
+"""A run that is dead by this step, the end of the warm-up, never lived: it is counted apart."""
 LEAST_LEAD, SHARE_OF_RUN = 200, 0.1
 """A warning in time comes so many steps before the death, or this share of the run."""
 
@@ -80,7 +82,8 @@ def list_settings() -> list[Setting]:
     sound = {"pre": 2e-3, "post": 1e-3, "shaped": 1e-3}
     found = []
     for number, (kind, qk_norm, depth) in enumerate(sizes):
-        for share, (factor, ramp) in enumerate(((1.0, False), (2.0, True), (15.0, False), (50.0, True))):
+        large = (25.0, True) if kind == "post" else (15.0, False)  # Post-LN dies at once at a large constant rate
+        for share, (factor, ramp) in enumerate(((1.0, False), (2.0, True), large, (50.0, True))):
             found += [Setting(kind, qk_norm, depth, factor * sound[kind], ramp, 100 * number + 10 * share + half) for half in (0, 1)]
     return found
 
@@ -223,13 +226,15 @@ def record(setting: Setting, rows: list[Row], losses: list[float], alarms: list[
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    dead, alive = [run for run in runs if run["death"] is not None], [run for run in runs if run["death"] is None]
+    at_once = [run for run in runs if run["death"] is not None and run["death"] <= AT_ONCE]
+    dead, alive = [run for run in runs if run["death"] is not None and run not in at_once], [run for run in runs if run["death"] is None]
     warned = [run for run in dead if run["first_alarm"] is not None and run["first_alarm"] < run["death"]]
     timely = [run for run in warned if run["death"] - run["first_alarm"] >= min(LEAST_LEAD, SHARE_OF_RUN * run["death"])]
     early = [run for run in warned if run["death"] - run["first_alarm"] >= SHARE_OF_RUN * STEPS]
     false = [run for run in alive if run["first_alarm"] is not None]
     return {
         "runs": len(runs),
+        "died_at_once": len(at_once),
         "died": len(dead),
         "warned_before_death": count(len(warned), len(dead)),
         "warned_in_time": count(len(timely), len(dead)),  # 10 % of the steps up to the death

@@ -94,9 +94,7 @@ def test_bands_are_as_wide_as_the_history_scatters():
     rows = make_rows({"gradient": 0.3 * 4.0 * 1.05})
     wide = [Row(row.step, row.loss, row.quantities | {"gradient": dict(row.quantities["gradient"])}) for row in rows]
     for number, row in enumerate(wide[:ROWS]):
-        row.quantities["gradient"]["second"] *= math.exp(
-            0.5 * (number % 4 - 1.5)
-        )  # six deviations are more than a factor of 4
+        row.quantities["gradient"]["second"] *= math.exp(0.5 * (number % 4 - 1.5))  # six deviations are more than a factor of 4
     assert find_alarms(rows)
     assert not find_alarms(wide)
 
