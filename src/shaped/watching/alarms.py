@@ -31,8 +31,11 @@ LOGITS_FATAL, LOGITS_HIGH, LOGITS_GROWTH = 100.0, 20.0, 4.0
 """The largest logit that is an alarm, the one from which on it is forecast, and by what factor it grew since its lowest. Wortsman et al.
 2023: at large learning rates logits grow without bound before a run diverges. At 100 attention sees one key unless two logits are nearly
 equal; in sound runs they stay below 20."""
-STREAM_GROWTH = 4.0
-"""Factor of the residual stream's length over the history."""
+STREAM_GROWTH = 10.0
+"""Factor of the residual stream's length within HORIZON rows, at the present rate, which is not below that of the TREND rows before: so it
+is exponential growth. A large learning rate alone makes the stream grow ever more slowly."""
+SLOWING = 0.05
+"""A rate that is smaller by at most this share counts as not slower: rounding."""
 BAND = 6.0
 """Half the width of the gradients' band, in robust standard deviations of the logarithm."""
 BAND_UP, BAND_DOWN = 4.0, 10.0
@@ -115,7 +118,11 @@ class Alarms:
         yield from self._judge_loss(row.step)
         candidates: dict[str, list[Alarm]] = {}
         for layer in row.quantities["entropy_share"]:
-            for alarm in (*self._judge_attention(row.step, layer), *self._compare(row.step, layer)):
+            for alarm in (
+                *self._judge_attention(row.step, layer),
+                *self._judge_stream(row.step, layer),
+                *self._judge_gradient(row.step, layer),
+            ):
                 candidates.setdefault(alarm.kind, []).append(alarm)
         for alarms in candidates.values():
             yield max(alarms, key=measure_excess)
@@ -150,27 +157,26 @@ class Alarms:
     def _forecast(self, values: list[float], limit: float) -> int | None:
         """Steps until the trend crosses the limit; None if it does not within HORIZON rows, or is not known yet."""
         logs = [math.log(value) for value in values[-TREND:] if value > 0.0]
-        if self._count < WARM_UP + TREND or len(logs) < TREND:
+        if self._count < WARM_UP + TREND or len(logs) < TREND or recent(values) == 0.0:
             return None
-        rate, way = fit_rate(logs), math.log(limit) - math.log(recent(values))
+        rate, way = fit_rate(logs), math.log(limit / recent(values))
         every = self._rows[-1].step - self._rows[-2].step
         return math.ceil(way / rate * every) if rate * way > 0.0 and way / rate <= HORIZON else None
 
-    def _compare(self, step: int, layer: str) -> Iterator[Alarm]:
-        """A layer with its own history."""
-        history = self._rows[max(0, WARM_UP - self._count + len(self._rows)) : -RECENT]
-        if len(history) < LEAST_HISTORY:
+    def _judge_stream(self, step: int, layer: str) -> Iterator[Alarm]:
+        lengths = collect(self._rows, "length", layer)
+        limit = STREAM_GROWTH * recent(lengths)
+        left = self._forecast(lengths, limit)
+        if left is None or self._count < WARM_UP + 2 * TREND or len(lengths) < 2 * TREND:
             return
+        before, now = ([math.log(length) for length in part] for part in (lengths[-2 * TREND : -TREND], lengths[-TREND:]))
+        if fit_rate(now) >= (1.0 - SLOWING) * fit_rate(before):
+            yield Alarm("growing residual stream", step, layer, recent(lengths), limit, left)
 
-        def compare(quantity: str) -> tuple[float, list[float]]:
-            return recent(collect(self._rows, quantity, layer)), collect(history, quantity, layer)
-
-        length, past = compare("length")
-        limit = STREAM_GROWTH * min(past, default=math.nan)
-        if length > limit:
-            yield Alarm("growing residual stream", step, layer, length, limit)
-        gradient, past = compare("gradient")
-        logs = [math.log(value) for value in past if value > 0.0]
+    def _judge_gradient(self, step: int, layer: str) -> Iterator[Alarm]:
+        history = self._rows[max(0, WARM_UP - self._count + len(self._rows)) : -RECENT]
+        gradient = recent(collect(self._rows, "gradient", layer))
+        logs = [math.log(value) for value in collect(history, "gradient", layer) if value > 0.0]
         if len(logs) >= LEAST_HISTORY:
             middle, width = median(logs), BAND * robust_scale(logs)
             limit = math.exp(middle + max(width, math.log(BAND_UP)))
