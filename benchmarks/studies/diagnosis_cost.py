@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 PARTS = ("model", "step", "observe", "diagnose")
 
@@ -25,7 +26,7 @@ def run_part(part: str, width: int, depth: int, tokens: int, seeds: int) -> dict
     from shaped.diagnosis import observe
 
     torch.manual_seed(0)
-    sizes = {"n_embd": width, "n_layer": depth, "n_head": max(1, width // 64), "n_positions": tokens}
+    sizes: dict[str, Any] = {"n_embd": width, "n_layer": depth, "n_head": max(1, width // 64), "n_positions": tokens}
     model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
     ids = torch.randint(0, 50000, (1, tokens), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.observation import LayerObservation
-from shaped.diagnosis.quantities import TokenQuantities
+from shaped.diagnosis.one_pass.quantities import TokenQuantities
 
 
 def check_tokens(found: TokenQuantities, x: Tensor, real: Tensor | None = None) -> None:

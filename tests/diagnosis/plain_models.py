@@ -85,6 +85,37 @@ class Attributes(nn.Module):
         return two
 
 
+class CausalBlock(nn.Module):
+    """Grouped queries, and one key more than queries: PyTorch's causal mask has query 0 at key 0."""
+
+    def __init__(self, logits: list[Tensor]):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+        self.logits = logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = torch.cat([x, x[:, :1]], 1)
+        q, k, v = (part(of).unflatten(-1, (-1, 4)).transpose(1, 2) for part, of in ((self.q, x), (self.k, more), (self.v, more)))
+        scores = (q @ k.repeat_interleave(2, 1).mT / 2).detach()
+        self.logits.append(scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + attended.transpose(1, 2).flatten(2)
+
+
+class CausalGrouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logits: list[Tensor] = []
+        self.streams: list[Tensor] = []
+        self.blocks = nn.Sequential(CausalBlock(self.logits), CausalBlock(self.logits))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.blocks[0](x)
+        two = self.blocks[1](one)
+        self.streams += [x, one.detach(), two.detach()]
+        return two
+
+
 class GroupedShaped(nn.Module):
     """Shaped attention with grouped queries, padding that the model finds itself, a bias, and more keys than queries in a cache."""
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from by_hand import check_attention, check_gradients, check_tokens
-from families import FAMILIES, watch_stream
-from plain_models import WIDTH, Attributes, ListOfLists, PaddedShaped
+from families import FAMILIES, watch_stream  # pyright: ignore[reportMissingImports] (in tests/hf)
+from plain_models import WIDTH, Attributes, CausalGrouped, ListOfLists, PaddedShaped
 from torch import Tensor, nn
 from transformers import AutoModel
 
 from shaped.diagnosis import observe
-from shaped.diagnosis.losses import project
+from shaped.diagnosis.one_pass.losses import project
 from shaped.testing.stats import generator
 
 STOCK = ("gpt2", "bert", "roberta", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_neox", "vit", "modernbert", "olmo2")
@@ -65,7 +65,7 @@ def test_families_of_transformers(name: str, monkeypatch):
         check_attention(call, values, real)
 
 
-@pytest.mark.parametrize("kind", [ListOfLists, Attributes, PaddedShaped])
+@pytest.mark.parametrize("kind", [ListOfLists, Attributes, CausalGrouped, PaddedShaped])
 def test_plain_models(kind: type[nn.Module]):
     torch.manual_seed(4)
     model: Any = kind().double()

@@ -11,7 +11,7 @@ from transformers import AlbertConfig, AutoModel, AutoModelForSeq2SeqLM, SwinCon
 
 from refusals import refused
 from shaped.diagnosis import observe
-from shaped.diagnosis.quantities import count_dead_units, measure_tokens
+from shaped.diagnosis.one_pass.quantities import count_dead_units, measure_tokens
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
 from shaped.nn import ShapedEncoder
 from shaped.testing.stats import generator
@@ -64,8 +64,16 @@ def test_the_model_stays_as_it_was(fails: bool):
 def test_layers_of_models_of_every_form():
     """Encoder and decoder, one layer called three times, stages of changing width, and a model that is one layer."""
     ids = torch.randint(3, 30, (2, 6), generator=generator(22))
-    sizes: dict[str, Any] = {"vocab_size": 30, "num_heads": 2, "num_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 24}
-    t5 = observe(AutoModelForSeq2SeqLM.from_config(T5Config(**sizes, decoder_start_token_id=0)), {"input_ids": ids, "labels": ids})
+    sizes: dict[str, Any] = {
+        "vocab_size": 30,
+        "num_heads": 2,
+        "num_layers": 2,
+        "decoder_start_token_id": 0,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+    }
+    t5 = observe(AutoModelForSeq2SeqLM.from_config(T5Config(**sizes)), {"input_ids": ids, "labels": ids})
     assert [stack.name for stack in t5.stacks] == ["encoder.block", "decoder.block"]
     assert [list(layer.attention) for layer in t5.stacks[1].layers] == 2 * [["layer.0.SelfAttention", "layer.1.EncDecAttention"]]
     assert t5.loss_kind == "the model's own loss"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import shaped
 from refusals import refused
 from shaped.diagnosis.observation import LayerObservation, Observation, StackObservation
-from shaped.diagnosis.quantities import AttentionQuantities, TokenQuantities
+from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
 from shaped.diagnosis.reinitialised import make_fresh_copy
 from shaped.diagnosis.verdicts import Finding, judge, measure_risk
 from shaped.testing.stats import generator
@@ -135,7 +135,7 @@ def test_fresh_copies_have_the_law_of_the_model():
         make_fresh_copy(WithParameter(), 0)
     assert "no band" in shaped.diagnose(WithParameter(), X).bands.source
     uncopiable = Attributes()
-    uncopiable.kept = uncopiable.first.query.weight * 2  # pyright: ignore
+    uncopiable.kept = uncopiable.first.query.weight * 2
     with refused("copy.deepcopy", "Attributes"):
         make_fresh_copy(uncopiable, 0)
 

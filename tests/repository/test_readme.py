@@ -47,6 +47,7 @@ def test_the_examples_print_what_is_shown():
         ("predict", "predict"),
         ("layers", "drift"),
         ("gradients", "backpropagate"),
+        ("diagnose", "verdicts"),
         ("adding-a-layer", "ResidualLayer"),
     ],
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TEXT: dict[str, Any] = PLACE | {"metavar": "FILE"}
 ROWS = 12  # of a stack in the table; deeper ones are shown at some depths
-SHOWN = {name: name.replace("_", " ") for name in CURVES if name != "entropy_share"}
+SHOWN = {name: name for name in CURVES if name != "entropy_share"} | {"largest_logit": "max logit"}
 
 
 def diagnose(

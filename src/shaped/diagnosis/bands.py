@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.curves import Curves, list_curves
-from shaped.diagnosis.losses import Loss
 from shaped.diagnosis.observation import Observation, observe
+from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.reinitialised import make_fresh_copy
 
 PREDICTED = {"correlation": "rho", "rank": "rank", "length": "length", "entropy": "entropy"}
 """Curves that `shaped.hf.predict` has, and their names there."""
-SAMPLES = 4  # predicted models for each copy that would be made
-MOST_TOKENS = 128  # a prediction for more tokens takes longer than a copy
+FEW_TOKENS, MOST_TOKENS = 128, 512
+"""Up to the first, four models are predicted for each copy that would be made; beyond the second a prediction takes longer than a copy."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,15 @@ def predict_bands(model: nn.Module, batch: Any, seen: Observation, *, seeds: int
         return None
     from shaped.hf import predict
 
+    samples = seeds * (4 if len(ids) <= FEW_TOKENS else 1)
     try:
-        found = predict(config, ids.cpu(), samples=SAMPLES * seeds, seed=seed, progress=False)
+        found = predict(config, ids.cpu(), samples=samples, seed=seed, progress=False)
     except ValueError:  # another family, or an option that it does not know
         return None
     if len(found.entropy) != len(seen.stacks[0].layers):
         return None
     bands = {name: make_band(getattr(found, theirs).T.tolist()) for name, theirs in PREDICTED.items()}
-    return Bands({seen.stacks[0].name: bands}, f"{SAMPLES * seeds} models predicted from the config (shaped.hf.predict), first sequence")
+    return Bands({seen.stacks[0].name: bands}, f"{samples} models predicted from the config (shaped.hf.predict), first sequence")
 
 
 def copy_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | None, seeds: int, seed: int) -> Bands:
@@ -73,7 +74,7 @@ def copy_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | 
         except ValueError as error:
             return Bands({}, f"no band: {error}")
         for stack in observe(fresh, batch, loss).stacks:
-            curves[stack.name].append(list_curves(stack))
+            curves.setdefault(stack.name, []).append(list_curves(stack))
         del fresh  # before the next copy is made
     stacks = {stack: {name: make_band([one[name] for one in copies]) for name in copies[0]} for stack, copies in curves.items() if copies}
     return Bands(stacks, f"{seeds} copies with fresh weights")

@@ -9,8 +9,8 @@ from torch import nn
 
 from shaped.checks import whole_number
 from shaped.diagnosis.bands import measure_bands
-from shaped.diagnosis.losses import Loss
 from shaped.diagnosis.observation import describe_batch, observe
+from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.result import Diagnosis
 from shaped.diagnosis.verdicts import judge
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaped.diagnosis.layer_calls import LayerRecorder
-from shaped.diagnosis.losses import Loss, choose_loss
-from shaped.diagnosis.quantities import AttentionQuantities, TokenQuantities, gradient_length
-from shaped.diagnosis.stack import Part, choose_layers
-from shaped.diagnosis.unchanged import keep_unchanged
+from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
+from shaped.diagnosis.one_pass.losses import Loss, choose_loss
+from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
+from shaped.diagnosis.one_pass.stack import Part, choose_layers
+from shaped.diagnosis.one_pass.unchanged import keep_unchanged
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def make_layer(part: Part, label: str, gradients: Mapping[str, Tensor]) -> Layer
 
 def find_non_finite(model: nn.Module, stacks: Iterable[StackObservation], loss: float, gradients: Mapping[str, Tensor]) -> str:
     """The first parameter, stream, logit, loss or gradient that is not finite, in words."""
-    broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    broken = [name for name, parameter in model.named_parameters() if not is_finite(parameter)]
     if broken:
         return f"parameter {broken[0]}" + (f" and {len(broken) - 1} more" if len(broken) > 1 else "")
     for stack in stacks:
@@ -153,8 +153,13 @@ def find_non_finite(model: nn.Module, stacks: Iterable[StackObservation], loss: 
                 return f"tokens behind layer {layer.name}"
     if not math.isfinite(loss):
         return "the loss"
-    last = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    last = [name for name, gradient in gradients.items() if not is_finite(gradient)]
     return f"gradient of {last[-1]}" if last else ""
+
+
+def is_finite(x: Tensor) -> bool:
+    """Their sum tells it in one pass over memory, unless it overflows."""
+    return bool(x.detach().sum().isfinite()) or bool(x.detach().isfinite().all())
 
 
 def find_device(model: nn.Module) -> torch.device:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shaped.diagnosis.quantities import MASKED
+from shaped.diagnosis.one_pass.quantities import MASKED
 from shaped.nn.attention import shaped_attention
 from shaped.nn.diagnostics import at_least_single, iterate_logits
 

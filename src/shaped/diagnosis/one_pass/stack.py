@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shaped.diagnosis.quantities import NO_TOKENS, AttentionQuantities, DeadUnits, TokenQuantities
+from shaped.diagnosis.one_pass.quantities import NO_TOKENS, AttentionQuantities, DeadUnits, TokenQuantities
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

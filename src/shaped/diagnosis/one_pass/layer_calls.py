@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaped.diagnosis.attention_calls import CallWatcher, Logits
-from shaped.diagnosis.quantities import count_dead_units, measure_attention, measure_tokens
-from shaped.diagnosis.stack import Part, find_repeated_parts, find_tokens, list_prefixes
+from shaped.diagnosis.one_pass.attention_calls import CallWatcher, Logits
+from shaped.diagnosis.one_pass.quantities import count_dead_units, measure_attention, measure_tokens
+from shaped.diagnosis.one_pass.stack import Part, find_repeated_parts, find_tokens, list_prefixes
 
 
 class LayerRecorder(AbstractContextManager["LayerRecorder"]):
@@ -51,7 +51,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         self._watcher.__exit__(*error)
         while self._removals:
             self._removals.pop()()
-        for name in list(self._open):
+        for name in list(self._open) if error[0] is None else ():
             self._end(name, None)
 
     def begin_call(self, args: Any, kwargs: Any) -> None:

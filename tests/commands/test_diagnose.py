@@ -1,0 +1,134 @@
+"""`shaped diagnose`: what it prints, what it writes, and how it refuses."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from shaped.commands import app as cli
+from shaped.commands.diagnose import choose_stages, format_value
+from shaped.diagnosis.bands import Band
+from shaped.diagnosis.models import load_subject
+
+SIZES: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 8}
+FUNCTIONS = """
+import torch
+
+def model_and_batch():
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 16)
+
+def linear():
+    return torch.nn.Linear(3, 3), torch.ones(2, 3)
+
+def model_alone():
+    return model_and_batch()[0]
+
+def number():
+    return 3
+"""
+
+
+def run(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["shaped", "diagnose", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return left.value.code or 0  # pyright: ignore[reportReturnType] (an int, as main leaves it)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    place = tmp_path / "small.json"
+    place.write_text(json.dumps({"model_type": "gpt2"} | SIZES))
+    return str(place)
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch) -> str:
+    (tmp_path / "functions_to_diagnose.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    return "functions_to_diagnose"
+
+
+def test_a_config_is_initialised_and_judged(monkeypatch, capsys, tmp_path, config):
+    out = tmp_path / "out"
+    assert run(monkeypatch, config, "--seeds", "2", "--out", str(out)) == 0
+    shown = capsys.readouterr().out
+    for word in ("small: risk 0.", "correlation", "max logit", "8 models predicted", "random tokens of the vocabulary", "seed 0"):
+        assert word in shown
+    saved = json.loads((out / "diagnosis.json").read_text())
+    assert (saved["info"]["name"], saved["info"]["batch"]) == ("small", "input_ids [2, 8], labels [2, 8]")
+    assert saved["loss"]["kind"] == "the model's own loss"
+    assert run(monkeypatch, config, "--seeds", "0", "--tokens", "5", "--out", str(out), "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["layers"][1]["name"] == "transformer.h.1"
+    assert printed["bands_source"] == "no band was asked for"
+
+
+def test_a_folder_with_weights_and_a_tokenizer(tmp_path):
+    torch.manual_seed(11)
+    model = GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=None, eos_token_id=None))
+    model.save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(40)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{number % 7 + 1}" for number in range(17)))
+    subject = load_subject(str(tmp_path), text=text, tokens=4, sequences=3)
+    assert subject.batch["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 1], [2, 3, 4, 5]]
+    weight = "transformer.h.1.attn.c_attn.weight"
+    assert torch.equal(subject.model.get_parameter(weight), model.get_parameter(weight))
+    assert isinstance(subject.model, GPT2LMHeadModel)
+
+
+def test_a_function(monkeypatch, capsys, tmp_path, functions):
+    assert run(monkeypatch, f"{functions}:model_and_batch", "--seeds", "1", "--out", str(tmp_path / "out")) == 0
+    shown = capsys.readouterr().out
+    assert "a fixed random projection of the output" in shown
+    assert "the batch of the function" in shown
+
+
+def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, tmp_path, config, functions):
+    out, wrong = tmp_path / "out", tmp_path / "wrong.json"
+    wrong.write_text(json.dumps({"model_type": "no such model"}))
+    for arguments, word in (
+        ([str(tmp_path / "none")], "model must be a folder with a config.json"),
+        ([str(tmp_path)], "model must be a folder with a config.json"),
+        ([str(wrong)], "model must be one that transformers can load"),
+        (["no_such_package.models:make"], "model must be a function that can be imported"),
+        ([f"{functions}:missing"], "model must be a function that can be imported"),
+        ([f"{functions}:number"], "returns a torch.nn.Module"),
+        ([f"{functions}:model_alone"], "its function must return a batch too"),
+        ([f"{functions}:model_and_batch", "--tokens", "4"], "tokens must not be given"),
+        ([config, "--tokens", "0"], "tokens must be at least 1"),
+        ([config, "--text", str(tmp_path / "none.txt")], "none.txt"),
+        ([config, "--text", str(wrong)], "tokenizer"),
+    ):
+        assert run(monkeypatch, *arguments, "--out", str(out)) == 2
+        said = capsys.readouterr().err
+        assert word in said, arguments
+        assert said.count("\n") == 1
+    assert not out.exists()
+    for arguments, word in (
+        ([f"{functions}:linear"], "model must have attention"),
+        ([config, "--tokens", "9"], "batch must be what GPT2LMHeadModel takes"),
+    ):
+        assert run(monkeypatch, *arguments, "--out", str(out)) == 2
+        said = capsys.readouterr().err
+        assert word in said
+        assert said.count("\n") == 1
+    assert list(out.iterdir()) == []
+
+
+def test_rows_and_arrows():
+    assert choose_stages(3) == [0, 1, 2, 3]
+    chosen = choose_stages(96)
+    assert (chosen[:2], chosen[-1], len(chosen)) == ([0, 1], 96, 12)
+    band = Band([0.1, 0.1], [0.2, 0.2], [0.3, 0.3])
+    assert [format_value([0.5, 0.2], band, stage, 1) for stage in (0, 1)] == ["0.5↑", "0.2"]
+    assert [format_value([0.05], band, stage, 1) for stage in (0, 1)] == ["", "0.05↓"]
