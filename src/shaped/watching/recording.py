@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaped.diagnosis.layer_calls import LayerRecorder
 from shaped.diagnosis.observation import StackObservation, label_parts, make_layer
-from shaped.diagnosis.stack import choose_layers
+from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
+from shaped.diagnosis.one_pass.stack import choose_layers
 
 TOKENS = 128
 """Tokens of a sequence that are measured in the residual stream."""
