@@ -75,10 +75,14 @@ def test_an_alarm_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_refused(tmp_path: Path):
+    callback: Any = WatchCallback
     for words, options in ((("every", "0"), {"every": 0}), (("stop", "1"), {"stop": 1}), (("sequences", "'a'"), {"sequences": "a"})):
         with refused(*words):
-            WatchCallback(**options)
-    trainer = make_trainer(tmp_path, callback := WatchCallback(every=1), steps=1)
+            callback(**options)
+
+
+def test_an_error_in_the_pass_leaves_nothing_behind(tmp_path: Path):
+    trainer: Any = make_trainer(tmp_path, callback := WatchCallback(every=1), steps=1)
     trainer.model.transformer.h[1].mlp.act.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()

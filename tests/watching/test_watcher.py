@@ -147,7 +147,7 @@ def test_a_stop(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_error_in_the_pass_leaves_nothing_behind():
-    model = make_model()
+    model: Any = make_model()
     model.layers[1].linear2.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), shaped.watch(model):
         compute_loss(model)
@@ -158,13 +158,14 @@ def test_an_error_in_the_pass_leaves_nothing_behind():
 def test_what_is_refused(tmp_path: Path):
     model: Any = make_model()
     (tmp_path / "file").write_text("")
-    for words, options in (
+    refusals: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
         (("every", "0"), {"every": 0}),
         (("sequences", "2.5"), {"sequences": 2.5}),
         (("start", "-1"), {"start": -1}),
         (("stop", "'yes'"), {"stop": "yes"}),
         (("out", "file"), {"out": tmp_path / "file"}),
-    ):
+    )
+    for words, options in refusals:
         with refused(*words):
             shaped.watch(model, **options)
     with refused("model", "int"):
