@@ -78,14 +78,16 @@ SOUND_RATES: dict[Kind, float] = {"pre": 2e-3, "post": 1e-3, "shaped": 1e-3}
 SOUND = ((1.0, False), (2.0, True))
 """Factors of the sound rate, and whether the rate is ramped."""
 LARGE, FEW_LARGE = ((10.0, False), (15.0, False), (30.0, True), (50.0, True)), ((15.0, False), (50.0, True))
+RAMPED = ((25.0, True), (50.0, True))
+"""For those that die at once at a large constant rate."""
 PLAN: dict[tuple[Kind, bool, int], tuple[tuple[float, bool], ...]] = {
     ("pre", False, 4): SOUND + LARGE,
     ("pre", False, 12): SOUND + LARGE,
     ("pre", False, 24): SOUND[:1] + FEW_LARGE,
     ("pre", True, 8): SOUND + FEW_LARGE,  # with QK-norm, runs at a large rate stall and live: an alarm would be a false one
-    ("post", False, 4): (*SOUND, (25.0, True), (50.0, True)),  # Post-LN dies at once at a large constant rate
+    ("post", False, 4): SOUND + RAMPED,
     ("shaped", False, 6): SOUND + LARGE,
-    ("shaped", False, 12): SOUND + FEW_LARGE,
+    ("shaped", False, 12): SOUND + RAMPED,
 }
 """Architecture, QK-norm and depth → learning rates."""
 
