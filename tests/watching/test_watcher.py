@@ -45,7 +45,7 @@ def compute_loss(model: nn.Module, ids: Tensor = IDS) -> Tensor:
     return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
-def train(model: nn.Module, steps: int, **options: Any) -> shaped.Watcher:
+def train(model: nn.Module, steps: int, validate: bool = True, **options: Any) -> shaped.Watcher:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with shaped.watch(model, **options) as watcher:
         for _ in range(steps):
@@ -55,8 +55,9 @@ def train(model: nn.Module, steps: int, **options: Any) -> shaped.Watcher:
             optimizer.step()
             optimizer.zero_grad()
             watcher.step(loss)
-            with torch.no_grad():
-                compute_loss(model, IDS.flip(0))  # a validation is not taken for the next step
+            if validate:
+                with torch.no_grad():
+                    compute_loss(model, IDS.flip(0))
             if watcher.stopped:
                 break
     return watcher
@@ -74,6 +75,11 @@ def test_rows_are_what_a_diagnosis_measures():
     assert watcher.rows[0].loss == pytest.approx(diagnosis.loss)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_validation_is_not_taken_for_the_next_step():
+    one, other = (train(make_model(), 2, validate, every=1, sequences=1) for validate in (True, False))
+    assert one.rows == other.rows
 
 
 def test_the_loss_is_the_mean_since_the_row_before():
