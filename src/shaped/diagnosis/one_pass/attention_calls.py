@@ -48,6 +48,7 @@ class CallWatcher(TorchFunctionMode):
         on_activation: called with the function and its input, before the activation.
         on_part: called where a function of PARTS_OF_ACTIVATIONS is.
         sequences: tells the batch size of logits [batch · heads, Q, K] from Q.
+        first: how many sequences of the batch the logits are of; all by default. The reported shape and mask are of the whole batch.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class CallWatcher(TorchFunctionMode):
         on_activation: Callable[[Callable[[Tensor], Tensor], Tensor], None],
         on_part: Callable[[], None],
         sequences: Callable[[int, int], int],
+        first: int | None = None,
     ):
         super().__init__()
         self.on_attention, self.on_activation, self.on_part, self.sequences = on_attention, on_activation, on_part, sequences
+        self.first = first
         self._scores: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Products of two activations, and what was computed from them entry by entry."""
         self._paused = False
@@ -67,7 +70,8 @@ class CallWatcher(TorchFunctionMode):
     def pause(self) -> Iterator[None]:
         before, self._paused = self._paused, True
         try:
-            yield
+            with torch._C.DisableTorchFunction():  # so that the mode costs nothing meanwhile
+                yield
         finally:
             self._paused = before
 
@@ -114,10 +118,11 @@ class CallWatcher(TorchFunctionMode):
         s = s.unflatten(0, (batch, -1)) if s.ndim == 3 else s.flatten(0, -4)
 
         def logits() -> Iterator[tuple[slice, Tensor]]:
-            block = choose_block(s.numel() // Q)
+            some = s[: self.first]
+            block = choose_block(some.numel() // Q)
             for start in range(0, Q, block):
                 rows = slice(start, min(start + block, Q))
-                yield rows, s[..., rows, :]
+                yield rows, some[..., rows, :]
 
         self.on_attention(None, logits, (*s.shape[:2], Q, K))
 
@@ -147,11 +152,13 @@ class CallWatcher(TorchFunctionMode):
             mask = mask.masked_fill(mask <= MASKED, -torch.inf) if mask.is_floating_point() else mask
 
         def logits() -> Iterator[tuple[slice, Tensor]]:
-            block = choose_block(q.shape[0] * q.shape[1] * K)
-            singles = [at_least_single(x) for x in (q, k)]
-            bias = at_least_single(mask) if mask is not None and mask.is_floating_point() else mask
+            singles = [at_least_single(x[: self.first]) for x in (q, k)]
+            block = choose_block(singles[0].shape[0] * q.shape[1] * K)
+            bias = mask if mask is None or mask.shape[0] == 1 else mask[: self.first]
+            bias = at_least_single(bias) if bias is not None and bias.is_floating_point() else bias
+            places = positions if positions is None or positions.ndim == 1 else positions[: self.first]
             with torch.autocast(q.device.type, enabled=False):
-                yield from iterate_logits(*singles, scale=scale, is_causal=is_causal, attn_mask=bias, block=block, positions=positions)
+                yield from iterate_logits(*singles, scale=scale, is_causal=is_causal, attn_mask=bias, block=block, positions=places)
 
         self.on_attention(mask, logits, (*q.shape[:2], Q, K))
 
