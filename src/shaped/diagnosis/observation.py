@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,9 @@ class Observation:
     """The first place that is not finite, in words; empty if all is."""
 
 
-def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observation:
+def observe(
+    model: nn.Module, batch: Any, loss: Loss | None = None, change: AbstractContextManager[Any] | None = None
+) -> Observation:
     """Measures a model in one forward and one backward pass, in evaluation mode: without dropout.
 
     Args:
@@ -58,6 +60,7 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
         batch: its arguments: a mapping of names, a tuple of positions, or one tensor. Tensors are moved to the model's device.
         loss: from the model's output and the batch to a number. By default the output's `loss`, the output itself if it is one number,
             or else a fixed random projection of the output.
+        change: is active during the forward pass, such as a mode that changes what the model calls (`shaped.diagnosis.remedies.changes`).
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -67,7 +70,7 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
     with ExitStack() as stack:
         stack.enter_context(keep_unchanged(model))
         model.eval()
-        with recorder, torch.enable_grad():
+        with recorder, change or nullcontext(), torch.enable_grad():
             output = call_model(model, batch)
         stacks = choose_layers(recorder.parts)
         if not stacks:
