@@ -50,9 +50,7 @@ class Observation:
     """The first place that is not finite, in words; empty if all is."""
 
 
-def observe(
-    model: nn.Module, batch: Any, loss: Loss | None = None, change: AbstractContextManager[Any] | None = None
-) -> Observation:
+def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: AbstractContextManager[Any] | None = None) -> Observation:
     """Measures a model in one forward and one backward pass, in evaluation mode: without dropout.
 
     Args:
@@ -79,7 +77,8 @@ def observe(
                 f"got {type(model).__name__}, in which none was seen"
             )
         value, kind = choose_loss(output, batch, loss)
-        gradients = differentiate(model, value)
+        with change or nullcontext():  # checkpointed parts run again
+            gradients = differentiate(model, value)
     observed = tuple(
         StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, gradients) for labelled in label_parts(parts)))
         for name, parts in stacks.items()

@@ -30,26 +30,40 @@ class Axis:
     @property
     def ticks(self) -> list[float]:
         if self.logarithmic:
-            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            return [10.0**exponent for exponent in range(first, last + 1, math.ceil((last - first + 1) / TICKS))]
+            first, last = math.floor(math.log10(self.low) + 1e-9), math.ceil(math.log10(self.high) - 1e-9)
+            factors = (1, 2, 5) if last - first <= 2 else (1,)
+            step = math.ceil((last - first + 1) / TICKS)
+            found = [factor * 10.0**exponent for exponent in range(first, last + 1, step) for factor in factors]
+            return [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
         step = choose_step((self.high - self.low) / (TICKS - 1))
         return [step * number for number in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
 
 
 def choose_axis(values: Iterable[float | None], logarithmic: bool = False, within: tuple[float, float] | None = None) -> Axis:
-    """An axis that holds all values, and the interval `within`, if it is given."""
+    """An axis that holds all values, and the interval `within`, if it is given. What leaves that by 5 % is drawn at its end."""
     known = [value for value in values if value is not None and (value > 0.0 or not logarithmic)] or [1.0]
     low, high = min(known), max(known)
     if logarithmic:
         low = max(low, high * 10.0**-DECADES)
-        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
-        return Axis(low, high if high > low else 10.0 * low, True)
+        return Axis(round_down(low), choose_step(high) if choose_step(high) > round_down(low) else 2.0 * round_down(low), True)
     if within:
-        low, high = min(low, within[0]), max(high, within[1])
-    if high - low < 1e-9 * max(1.0, abs(high)):
-        low, high = low - 0.5, high + 0.5
+        slack = 0.05 * (within[1] - within[0])
+        low, high = (within[0] if low > within[0] - slack else low), (within[1] if high < within[1] + slack else high)
+    if high - low < 1e-3 * max(1e-6, abs(high)):
+        low, high = (0.0, 2.0 * high) if high > 0.0 else (low - 0.5, high + 0.5)
     step = choose_step((high - low) / (TICKS - 1))
     return Axis(step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9), False)
+
+
+def vary_much(values: Iterable[float | None]) -> bool:
+    """Is a logarithmic axis needed?"""
+    known = [value for value in values if value is not None and value > 0.0]
+    return bool(known) and max(known) >= 10.0 * min(known)
+
+
+def round_down(value: float) -> float:
+    """To 1, 2 or 5 times a power of 10, the one before: 1/5 is 2/10."""
+    return 1.0 / choose_step(1.0 / value)
 
 
 def choose_step(least: float) -> float:

@@ -13,12 +13,13 @@ def to_html(value: Any) -> str:
 
 
 def show(value: float | None) -> str:
-    """Three digits; a share close to 1 by what is missing. What JSON has no number for is "not finite"."""
-    if value is None:
-        return "not finite"
-    if 0.999 <= value < 1.0:
-        return f"1 − {1.0 - value:.2g}"
-    return f"{0.0 if abs(value) < 1e-15 else value:.3g}"
+    """Three digits. What JSON has no number for is "not finite"."""
+    return "not finite" if value is None else f"{0.0 if abs(value) < 1e-15 else value:.3g}"
+
+
+def show_share(value: float | None) -> str:
+    """A share close to 1 is shown by what is missing."""
+    return f"1 − {1.0 - value:.2g}" if value is not None and 0.999 <= value < 1.0 else show(value)
 
 
 def render_table(label: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], words: int = 1, tall: bool = False) -> str:

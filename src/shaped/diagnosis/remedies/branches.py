@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shaped.diagnosis.one_pass.attention_calls import PRODUCTS
-from shaped.diagnosis.remedies.changes import CallChange
 from shaped.diagnosis.one_pass.stack import iterate_values
+from shaped.diagnosis.remedies.changes import CallChange
 from shaped.nn.attention import shaped_attention
 
 SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}

@@ -75,7 +75,11 @@ def list_temperatures(depth: int) -> tuple[Variant, ...]:
 
 def list_sharper_logits(depth: int) -> tuple[Variant, ...]:
     return tuple(
-        Variant(f"multiply logits by {factor:g}", lambda factor=factor: DivideLogits(1 / factor), f"{factor:g} * q in place of q in the attention")
+        Variant(
+            f"multiply logits by {factor:g}",
+            lambda factor=factor: DivideLogits(1 / factor),
+            f"{factor:g} * q in place of q in the attention",
+        )
         for factor in (10.0, 100.0)
     )
 
@@ -106,9 +110,9 @@ LEAK = Remedy("leaky ReLU", "Lu et al. 2019: a unit that always passes a gradien
 REMEDIES: dict[str, tuple[Remedy, ...]] = {
     "rank collapse": (SHAPE, WEAKEN),
     "entropy collapse": (NORMALISE, COOL),
-    "uniform attention": (NORMALISE, SHARPEN),
-    "vanishing gradients": (SHAPE, WEAKEN),
-    "exploding gradients": (SHAPE, WEAKEN),
+    "uniform attention": (NORMALISE, SHARPEN, SHAPE),
+    "vanishing gradients": (SHAPE, WEAKEN, NORMALISE),
+    "exploding gradients": (SHAPE, WEAKEN, NORMALISE),
     "growing residual stream": (WEAKEN, SHAPE),
     "shrinking residual stream": (SHAPE,),
     "dead units": (LEAK, SHAPE),

@@ -11,18 +11,19 @@ from typing import Any
 from torch import nn
 
 from shaped.diagnosis.curves import list_curves
-from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.observation import Observation, observe
+from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.remedies.table import REMEDIES, Remedy, Variant
 from shaped.diagnosis.verdicts import Finding, judge, measure_risk, show
 from shaped.engine.progress import progress_bar
 
 PASSES = 12
 """Forward and backward passes at most."""
+NEARER = 0.3  # decades, a factor of 2
 QUANTITIES = {
     "rank collapse": "correlation behind the last layer",
-    "entropy collapse": "share of the uniform entropy",
-    "uniform attention": "share of the uniform entropy",
+    "entropy collapse": "smallest share of the uniform entropy",
+    "uniform attention": "largest share of the uniform entropy",
     "vanishing gradients": "largest over smallest gradient",
     "exploding gradients": "largest over smallest gradient",
     "growing residual stream": "growth of the stream",
@@ -30,7 +31,7 @@ QUANTITIES = {
     "dead units": "share of dead units",
     "non-finite values": "the loss",
 }
-"""What the value of each verdict is."""
+"""What the value of each verdict is. Rules of one quantity are one rule: gradients that vanished may explode after a change."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Trial:
     after: float
     removed: bool
     """Is the verdict gone?"""
+    gain: float
+    """How many decades the value came nearer to its threshold."""
     appeared: tuple[str, ...]
     """Verdicts that were not there before."""
     risk: float
@@ -59,7 +62,7 @@ class Trial:
         if self.problem:
             return f"not tried: {self.problem}"
         if not self.removed:
-            return "tried, did not help"
+            return "nearer to the threshold, not enough" if self.gain >= NEARER else "tried, did not help"
         return f"removes the verdict, but then: {', '.join(self.appeared)}" if self.appeared else "removes the verdict"
 
     @property
@@ -111,16 +114,12 @@ def try_remedies(
                 advance(1)
             return attempts[variant.code]
 
-        trials = []
+        trials: list[Trial] = []
         for finding in verdicts:
             depth = max(len(stack.layers) for stack in seen.stacks if finding.stack in ("", stack.name))
-            for remedy in list_remedies(finding, seen):
-                trials.append(choose_trial(finding, before, remedy, remedy.list_variants(depth), attempt, uses_hf))
-    return Trials(sorted(trials, key=lambda trial: (verdicts_order(verdicts, trial), bool(trial.problem), not trial.removed, len(trial.appeared))))
-
-
-def verdicts_order(verdicts: Iterable[Finding], trial: Trial) -> int:
-    return [(finding.name, finding.stack) for finding in verdicts].index((trial.verdict, trial.stack))
+            made = [choose_trial(finding, before, one, one.list_variants(depth), attempt, uses_hf) for one in list_remedies(finding, seen)]
+            trials += sorted(made, key=lambda trial: (bool(trial.problem), not trial.removed, len(trial.appeared)))
+    return Trials(trials)
 
 
 def list_remedies(finding: Finding, seen: Observation) -> tuple[Remedy, ...]:
@@ -170,7 +169,7 @@ def compare(
     if found.observation is not None:
         same = find_same(finding, found.findings)
         after = same.value if same else read_silent_value(finding, found.observation)
-        removed = not (same and same.at_risk) and not found.observation.non_finite
+        removed = (not same.at_risk if same else math.isfinite(after)) and not found.observation.non_finite
         decades = same.decades if same else -math.inf
     trial = Trial(
         verdict=finding.name,
@@ -181,6 +180,7 @@ def compare(
         before=finding.value,
         after=after,
         removed=removed,
+        gain=finding.decades - decades if found.observation is not None else 0.0,
         appeared=tuple(dict.fromkeys(one.name for one in has if (one.stack, QUANTITIES[one.name]) not in had)),
         risk=measure_risk(found.findings) if found.observation is not None else math.nan,
         code=variant.hf_code if uses_hf and variant.hf_code else variant.code,
@@ -190,9 +190,8 @@ def compare(
 
 
 def find_same(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
-    """What the same rule found: gradients that vanished may explode now. Low and uniform entropy are different rules of one value."""
-    rules = [one for one in findings if one.stack == finding.stack and QUANTITIES[one.name] == QUANTITIES[finding.name]]
-    return next((one for one in rules if one.name == finding.name), None if "entropy" in QUANTITIES[finding.name] else next(iter(rules), None))
+    """What the same rule found."""
+    return next((one for one in findings if one.stack == finding.stack and QUANTITIES[one.name] == QUANTITIES[finding.name]), None)
 
 
 def read_silent_value(finding: Finding, observation: Observation) -> float:
@@ -205,6 +204,7 @@ def read_silent_value(finding: Finding, observation: Observation) -> float:
 
 def takes_hf_shape(model: nn.Module) -> bool:
     """Can `shaped.hf.shape` shape this model?"""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     transformers = sys.modules.get("transformers")  # a model of it has loaded it
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return False
