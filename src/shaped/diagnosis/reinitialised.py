@@ -7,8 +7,6 @@ import copy
 import torch
 from torch import nn
 
-from shaped.nn.modules import init_normal
-
 RESETS = ("reset_parameters", "_reset_parameters")  # PyTorch's names; nn.MultiheadAttention has the second
 
 
@@ -37,10 +35,9 @@ def make_fresh_copy(model: nn.Module, seed: int) -> nn.Module:
 
 
 def reset(name: str, module: nn.Module) -> None:
-    for kind in (nn.Linear, nn.Embedding):
-        if isinstance(module, kind) and "std" in module.__dict__:
-            init_normal(module, module.__dict__["std"])
-            return
+    if isinstance(module, nn.Linear | nn.Embedding) and "std" in module.__dict__:  # a layer of `shaped.nn` keeps its own
+        nn.init.normal_(module.weight, std=module.__dict__["std"])
+        return
     for method in RESETS:
         if callable(getattr(module, method, None)):
             getattr(module, method)()

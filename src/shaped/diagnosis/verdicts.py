@@ -1,4 +1,4 @@
-"""The rules: from the curves of a model to verdicts in words and one number, its risk. They were fixed before any model was judged by them.
+"""The rules: from the curves of a model to verdicts in words and one number, its risk. They were fixed before any study of trained models.
 
 A rule says how far a value is beyond its threshold, in decades: 0 at the threshold, 1 ten times beyond. The odds of a stack are the sum of
 10^decades over the rules, and its risk is odds/(1 + odds). So risk is 1/2 or more where a threshold is reached, and it grows with every
