@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaped.diagnosis.one_pass.attention_calls import expose_to_modes
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.losses import Loss, choose_loss
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
 from shaped.diagnosis.one_pass.stack import Part, choose_layers
 from shaped.diagnosis.one_pass.unchanged import keep_unchanged
+
+SEEN_GRAD = expose_to_modes(torch.autograd.grad)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
                 f"got {type(model).__name__}, in which none was seen"
             )
         value, kind = choose_loss(output, batch, loss)
-        with change or nullcontext():  # checkpointed parts run again
+        with torch.autograd.set_multithreading_enabled(False), change or nullcontext():  # checkpointed parts run again, with the change
             gradients = differentiate(model, value)
     observed = tuple(
         StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, gradients) for labelled in label_parts(parts)))
@@ -106,7 +109,7 @@ def differentiate(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
         return {}
     if has_node(loss, "CheckpointFunctionBackward"):  # `grad` would leave out what it wraps
         raise ValueError(f"model must checkpoint with use_reentrant=False, got reentrant checkpoints in {type(model).__name__}")
-    found = torch.autograd.grad(loss, list(matrices.values()), allow_unused=True)
+    found = SEEN_GRAD(loss, list(matrices.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(matrices, found, strict=True) if gradient is not None}
 
 

@@ -178,7 +178,7 @@ def choose_block(a_query: int) -> int:
     return max(1, ENTRIES // max(1, a_query))
 
 
-def _expose_to_modes(function: Any) -> Any:
+def expose_to_modes(function: Any) -> Any:
     """The same Python function, which runs its body at once in place of handing itself to the mode: so the mode sees what it calls."""
     scope = function.__globals__ | {"has_torch_function": lambda *_: False}
     exposed = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
@@ -186,4 +186,4 @@ def _expose_to_modes(function: Any) -> Any:
     return exposed
 
 
-SEEN_MULTI_HEAD_ATTENTION = _expose_to_modes(F.multi_head_attention_forward)
+SEEN_MULTI_HEAD_ATTENTION = expose_to_modes(F.multi_head_attention_forward)
