@@ -206,8 +206,8 @@ def test_axes_hold_all_values():
 
 
 def test_many_heads_and_many_matrices_are_summarised():
-    entropies = [[float(head) for head in range(101)] for _ in range(40)]
-    drawn = draw_heads("Entropy", "", [[value / 100.0 for value in layer] for layer in entropies], entropies)
+    entropies: list[list[float | None]] = [[float(head) for head in range(101)] for _ in range(40)]
+    drawn = draw_heads("Entropy", "", [[head / 100.0 for head in range(101)]] * 40, entropies)
     assert drawn.count("<rect") == 5 * 40
     assert "layer 40, first quartile: 25 nats, 0.25 of the uniform entropy" in drawn
     few = draw_heads("Entropy", "", [[0.5, None]], [[1.0, None]])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from plain_models import HEADS, WIDTH, Attributes, ListOfLists
-from stock import bert, gpt2, llama, made, t5
-from test_interface import inputs
+from stock import bert, gpt2, llama, made, t5  # pyright: ignore[reportMissingImports] (in tests/hf)
+from test_interface import inputs  # pyright: ignore[reportMissingImports] (in tests/hf)
 from test_verdicts import CALL, HEALTHY, make_observation
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from shaped.diagnosis.remedies.branches import WeakenBranches
 from shaped.diagnosis.remedies.changes import DivideLogits, LeakThroughReLU, NormaliseQueriesAndKeys, ShapeAttention
 from shaped.diagnosis.remedies.table import REMEDIES, SHAPE, WEAKEN
 from shaped.diagnosis.remedies.trials import QUANTITIES, Attempt, compare, try_remedies
-from shaped.diagnosis.verdicts import judge
+from shaped.diagnosis.verdicts import judge, show
 from shaped.nn.functional import shaped_attention
 from shaped.testing.stats import generator
 
@@ -136,7 +136,7 @@ def test_gradients_of_checkpointed_parts_are_those_of_the_change():
         def forward(self, x: Tensor) -> Tensor:
             bias = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
             for block in (self.first, self.second):
-                x = checkpoint(block, x, bias, use_reentrant=False) if self.again else block(x, bias)  # pyright: ignore
+                x = checkpoint(block, x, bias, use_reentrant=False) if self.again else block(x, bias)
             return x
 
     torch.manual_seed(65)
@@ -174,11 +174,11 @@ def test_each_verdict_has_remedies_that_were_measured(collapsed):
     assert weaken.removed
     assert "shaped.nn.functional.shaped_attention(q, k, v, …) in place of" in str(shape)
     assert "0.0312 * branch(x)" in str(weaken)  # 32 branches
-    assert f"{shape.quantity} {shape.before:.3g} → {shape.after:.3g}; removes the verdict" in str(shape)
+    assert f"correlation behind the last layer {show(shape.before)} → {shape.after:.3g}; removes the verdict" in str(shape)
     after = {}
     for one in (1.0, 0.5, 0.2):
         after[one] = list_curves(observe(collapsed, x, change=ShapeAttention(one)).stacks[0])["correlation"][-1]
-    assert gamma == max(one for one, rho in after.items() if rho < 0.95) == 0.5
+    assert gamma == max(one for one, rho in after.items() if rho < 0.95) < 1.0
     assert shape.after == after[gamma]
     assert found.to_json()["remedies"][0]["outcome"] == found.remedies[0].outcome
     few = try_remedies(collapsed, x, found.observation, passes=1)
