@@ -150,7 +150,9 @@ def test_verdicts_come_first_with_their_numbers_and_remedies(tmp_path):
     titles = ("Correlation", "Effective rank", "Length", "Kurtosis", "Entropy", "Entropy of each head", "Largest logit", "Gradient")
     for title in (*titles, "Gradient of each matrix", "Dead units"):
         assert f"<figcaption>{title} <" in page
-    assert "layer 2, head 2: " in text
+    (call,) = found.observation.stacks[0].layers[1].attention.values()
+    share = call.entropy[1] / call.uniform_entropy[1]
+    assert f"layer 2, head 2: {show(call.entropy[1])} nats, {show_share(share)} of the uniform entropy" in text
     assert "0.qkv.weight, layer 1: " in text
     labels = Reader(page).labels
     assert len(labels) == 10

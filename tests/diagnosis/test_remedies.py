@@ -9,7 +9,7 @@ import pytest
 import torch
 from plain_models import HEADS, WIDTH, Attributes, ListOfLists
 from stock import bert, gpt2, llama, made, t5  # pyright: ignore[reportMissingImports] (in tests/hf)
-from test_interface import inputs  # pyright: ignore[reportMissingImports] (in tests/hf)
+from test_interface import inputs, padding  # pyright: ignore[reportMissingImports] (in tests/hf)
 from test_verdicts import CALL, HEALTHY, make_observation
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 import shaped
 from shaped import hf
+from shaped.commands.diagnose import describe_verdicts
 from shaped.diagnosis import observe
 from shaped.diagnosis.curves import list_curves
 from shaped.diagnosis.remedies.branches import WeakenBranches
 from shaped.diagnosis.remedies.changes import DivideLogits, LeakThroughReLU, NormaliseQueriesAndKeys, ShapeAttention
-from shaped.diagnosis.remedies.table import REMEDIES, SHAPE, WEAKEN
-from shaped.diagnosis.remedies.trials import QUANTITIES, Attempt, compare, try_remedies
+from shaped.diagnosis.remedies.table import REMEDIES, SHAPE, WEAKEN, Remedy, Variant
+from shaped.diagnosis.remedies.trials import QUANTITIES, Attempt, choose_trial, compare, try_remedies
 from shaped.diagnosis.verdicts import judge, show
 from shaped.nn.functional import shaped_attention
 from shaped.testing.stats import generator
@@ -87,7 +88,7 @@ def test_what_is_no_self_attention_stays():
 def test_shaping_a_call_is_what_shaping_the_model_does(make):
     """The code that is recommended has the numbers that were measured. One sequence has padding."""
     model: Any = made(make, "sdpa")
-    batch = inputs(make.__name__)
+    batch = inputs(make.__name__, padding("right"))
     changed = observe(model, batch, change=ShapeAttention(0.3))
     shaped_model = observe(hf.shape(copy.deepcopy(model), gamma=0.3), batch)
     for one, other in zip(changed.stacks[0].layers, shaped_model.stacks[0].layers, strict=True):
@@ -129,6 +130,33 @@ def test_weaker_branches_are_weaker_last_weights(name):
         mine, theirs = list_curves(one), list_curves(other)
         for curve in ("correlation", "length", "rank", "entropy"):
             assert mine[curve] == pytest.approx(theirs[curve], rel=1e-6, nan_ok=True), curve
+
+
+def test_sums_in_any_order_and_in_place():
+    torch.manual_seed(68)
+    one, other = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(2))
+    with WeakenBranches(0.3) as mode, torch.no_grad():
+        parallel = X + (one(X) + other(X))
+        stream = X.clone()
+        stream += one(stream)
+        branch = one(X)
+        branch += X
+        gated = one(X) + X * other(X)
+    assert mode.applied == 3  # two branches of one stream are not a branch of each other
+    torch.testing.assert_close(parallel, X + 0.3 * (one(X) + other(X)))
+    torch.testing.assert_close(stream, X + 0.3 * one(X))
+    torch.testing.assert_close(branch, X + 0.3 * one(X))
+    torch.testing.assert_close(gated, one(X) + X * other(X))
+
+
+def test_queries_that_may_attend_to_nothing():
+    """Hugging Face masks with the dtype's minimum; what shaped attention does for such queries needs -inf."""
+    allowed = torch.ones(5, 5, dtype=torch.bool)
+    allowed[2] = False
+    with ShapeAttention(0.3):
+        found = F.scaled_dot_product_attention(Q, K, V, attn_mask=(~allowed).double() * torch.finfo(Q.dtype).min)
+    torch.testing.assert_close(found, 0.3 * shaped_attention(Q, K, V, attn_mask=allowed))
+    assert not found[:, :, 2].any()
 
 
 def test_gradients_of_checkpointed_parts_are_those_of_the_change():
@@ -181,6 +209,8 @@ def test_each_verdict_has_remedies_that_were_measured(collapsed):
     assert gamma == max(one for one, rho in after.items() if rho < 0.95) < 1.0
     assert shape.after == after[gamma]
     assert found.to_json()["remedies"][0]["outcome"] == found.remedies[0].outcome
+    lines = describe_verdicts(found).split("\n")
+    assert lines[lines.index(str(verdict)) + 1] == f"  {found.remedies.of(verdict)[0]}"
     few = try_remedies(collapsed, x, found.observation, passes=1)
     assert any(trial.problem == "more than 1 passes" for trial in few)
     assert shaped.diagnose(collapsed, x, seeds=0).remedies is None
@@ -225,6 +255,22 @@ def test_a_remedy_that_brings_another_verdict_is_not_praised():
     assert variant.hf_code == "shaped.hf.shape(model, gamma=0.5)"
     assert compare(finding, before, SHAPE, variant, Attempt(seen, judge(seen)), True)[0].code == variant.hf_code
     assert compare(finding, before, SHAPE, variant, Attempt(seen, judge(seen)), False)[0].code == variant.code
+
+
+def test_a_stronger_remedy_is_tried_only_if_needed():
+    before = judge(make_observation(tokens=replace(HEALTHY, correlation=0.99)))
+    tried: list[str] = []
+
+    def attempt(remedy: Remedy, variant: Variant) -> Attempt:
+        tried.append(variant.name)
+        changes: dict[str, Any] = {"gradients": {"weight": 1e-3}} if "0.5" in variant.name else {}
+        seen = make_observation(**({"tokens": replace(HEALTHY, correlation=0.97)} if len(tried) == 1 else changes))
+        return Attempt(seen, judge(seen))
+
+    trial = choose_trial(before[0], before, SHAPE, SHAPE.list_variants(4), attempt, True)
+    assert tried == ["shape attention with gamma 1", "shape attention with gamma 0.5", "shape attention with gamma 0.2"]
+    assert (trial.remedy, trial.outcome) == ("shape attention with gamma 0.2", "removes the verdict")
+    assert [variant.code[:20] for variant in WEAKEN.list_variants(8)] == ["x + 0.25 * branch(x)", "x + 0.0625 * branch("]
 
 
 def test_every_verdict_has_remedies_and_a_quantity():

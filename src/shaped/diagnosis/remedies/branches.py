@@ -14,7 +14,8 @@ from shaped.diagnosis.one_pass.stack import iterate_values
 from shaped.diagnosis.remedies.changes import CallChange
 from shaped.nn.attention import shaped_attention
 
-SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+IN_PLACE = {Tensor.add_, Tensor.__iadd__}
+SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__} | IN_PLACE
 WEIGHTED = PRODUCTS | {
     *(F.linear, torch.addmm, torch.mm, Tensor.mm, F.conv1d, F.conv2d, torch.conv1d, torch.conv2d),
     *(F.scaled_dot_product_attention, shaped_attention),
@@ -41,8 +42,8 @@ class WeakenBranches(CallChange):
             first, second = args
             if self._is_branch(second, first):
                 args = (first, self.factor * second)
-            elif self._is_branch(first, second) and func not in (Tensor.add_, Tensor.__iadd__):
-                args = (self.factor * first, second)
+            elif self._is_branch(first, second):
+                args = (first.mul_(self.factor) if func in IN_PLACE else self.factor * first, second)
         result = func(*args, **kwargs)
         for x in iterate_values(result):
             if is_activation(x):
