@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from shaped.diagnosis.page.text import show
 
-WIDTH, HEIGHT = 340.0, 190.0
-LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 26.0
+WIDTH, HEIGHT = 340.0, 196.0
+LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 32.0
 TICKS = 5
 DECADES = 9  # of a logarithmic axis at most; what is smaller lies at its foot
 
@@ -81,10 +81,10 @@ def draw_layers(depth: int, height: float = HEIGHT) -> str:
     """Numbers of some layers, below."""
     step = max(1, round(choose_step(depth / 6))) if depth > 6 else 1
     numbers = "".join(
-        f'<text x="{place_stage(stage, depth):.1f}" y="{height - 10:.1f}" text-anchor="middle">{stage}</text>'
+        f'<text x="{place_stage(stage, depth):.1f}" y="{height - 17:.1f}" text-anchor="middle">{stage}</text>'
         for stage in range(0, depth + 1, step)
     )
-    return f'{numbers}<text x="{WIDTH - RIGHT:.1f}" y="{height - 1:.1f}" text-anchor="end">layer</text>'
+    return f'{numbers}<text x="{WIDTH - RIGHT:.1f}" y="{height - 4:.1f}" text-anchor="end">layer</text>'
 
 
 def draw_axis(axis: Axis) -> str:
