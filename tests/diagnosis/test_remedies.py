@@ -263,8 +263,9 @@ def test_a_stronger_remedy_is_tried_only_if_needed():
 
     def attempt(remedy: Remedy, variant: Variant) -> Attempt:
         tried.append(variant.name)
-        changes: dict[str, Any] = {"gradients": {"weight": 1e-3}} if "0.5" in variant.name else {}
-        seen = make_observation(**({"tokens": replace(HEALTHY, correlation=0.97)} if len(tried) == 1 else changes))
+        changes: dict[str, Any] = {"tokens": replace(HEALTHY, correlation=0.97)} if len(tried) == 1 else {}
+        changes |= {"gradients": {"weight": 1e-3}} if len(tried) == 2 else {}
+        seen = make_observation(**changes)
         return Attempt(seen, judge(seen))
 
     trial = choose_trial(before[0], before, SHAPE, SHAPE.list_variants(4), attempt, True)
