@@ -26,7 +26,7 @@ def read_result() -> dict[str, Any] | None:
 def describe(result: dict[str, Any] | None) -> str:
     """The text of the page."""
     if result is None:
-        return "It has not run with 100,000 networks yet.\n"
+        return "It has not run to its end with 100,000 networks yet.\n"
     summary, settings, device = result["summary"], result["settings"], result["environment"]["device"]
     networks, worst, farthest = f"{result['networks']:,}", summary["largest D"], summary["largest z of correlations"]
     lines = [

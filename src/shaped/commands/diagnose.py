@@ -36,13 +36,14 @@ def diagnose(
     tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence; 128, or the model's positions.")] = None,
     sequences: Annotated[int | None, typer.Option(help="Sequences in the batch; 2 by default.")] = None,
     seeds: Annotated[int, typer.Option(help="Initialisations for the bands; 0 for none.", rich_help_panel=SOLVER)] = 8,
+    remedies: Annotated[bool, typer.Option(help="Try remedies for each verdict.")] = True,
     seed: options.Seed = 0,
     out: options.Out = Path("out"),
     as_json: options.Json = False,
 ) -> None:
     """Check a model: what it does to its tokens and gradients, layer by layer, in one forward and one backward pass.
 
-    It says which rules find a risk, with layer, value, threshold and source.
+    It says which rules find a risk, with layer, value, threshold and source, and what remedies that it tried do to the value.
     """
     for name, value in (("tokens", tokens), ("sequences", sequences)):
         if value is not None and value < 1:
@@ -50,7 +51,7 @@ def diagnose(
     began = time.perf_counter()
     subject = load_subject(model, text=text, tokens=tokens, sequences=sequences, seed=seed)
     check_folder(out)
-    found = shaped.diagnose(subject.model, subject.batch, seeds=seeds, seed=seed)
+    found = shaped.diagnose(subject.model, subject.batch, seeds=seeds, seed=seed, remedies=remedies)
     found.info.update(name=subject.name, about=subject.about)
     written = found.save(out)
     lines = Lines()
@@ -58,7 +59,7 @@ def diagnose(
         lines.say(json.dumps(found.to_json(), allow_nan=False))
     else:
         lines.say(f"{subject.name}: risk {found.risk:.2f}")
-        lines.say(found.verdicts)
+        lines.say(describe_verdicts(found))
         for table in make_tables(found):
             lines.say(draw(table))
         lines.say(f"↑ ↓: above or below the band at initialisation, {found.bands.source}")
@@ -66,6 +67,14 @@ def diagnose(
         lines.say(f"{time.perf_counter() - began:.1f} s; seed {seed}")
         lines.say(f"written: {' '.join(map(str, written))}")
     lines.end(out)
+
+
+def describe_verdicts(found: shaped.Diagnosis) -> str:
+    """Each verdict, and below it what was tried."""
+    lines = []
+    for finding in found.verdicts:
+        lines += [str(finding), *(f"  {trial}" for trial in (found.remedies.of(finding) if found.remedies else ()))]
+    return "\n".join(lines) or str(found.verdicts)
 
 
 def make_tables(found: shaped.Diagnosis) -> list[Table]:
