@@ -40,7 +40,7 @@ def confirm(row: Row | None, advice: shaped.Advice, networks: int, seed: int, wh
     if row is None:
         return None
     ledger = Ledger(advice.question, seed + FRESH, progress=False, **where)
-    fresh = ledger.reach(Place("network", row.gamma, row.tau0), networks)
+    fresh = ledger.search(Place("network", row.gamma, row.tau0), networks)
     found = {"said": advice.judge(row), "before": [row.failed, row.count], "fresh": [fresh.failed, fresh.count]}
     return {"gamma": row.gamma, "tau0": row.tau0} | found | {"interval": fresh.interval, "verdict": advice.judge(fresh)}
 
