@@ -161,4 +161,5 @@ def describe_terms(advice: Advice) -> Iterator[str]:
     yield "A Pre-LN stream grows by design, and its norms undo that inside the branches: there it is no explosion."
     tried = advice.info.get("proofs", 0)
     if tried > 1:
-        yield f"A proof was tried at {tried} places: that none of their verdicts is wrong holds with {max(0, 100 - 5 * tried)} % confidence."
+        confidence = max(0, 100 - 5 * tried)
+        yield f"A proof was tried at {tried} places: that none of their verdicts is wrong holds with {confidence} % confidence."
