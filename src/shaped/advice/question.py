@@ -72,8 +72,7 @@ class Question:
             raise ValueError(f"correlation must lie above rho = {self.rho:g}, where tokens start, and below 1, got {self.correlation}")
         if not positive("growth", self.growth, 1e4) > 1.0:  # lengths of more than 6e4 leave the safe part of float32
             raise ValueError(f"growth must be above 1, the length at the start, got {self.growth}")
-        if not in_range("share", self.share, 0.0, 0.5) >= 1e-4:
-            raise ValueError(f"share must be at least 0.0001: fewer failures take too many networks to see, got {self.share}")
+        in_range("share", self.share, 1e-4, 0.5)  # fewer failures take too many networks to see
         self.network(0.5, 1.0).check_sizes(Sizes(self.n, None))
 
     def start(self, m: int | None = None) -> Float[Tensor, "m m"]:
