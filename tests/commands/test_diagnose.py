@@ -105,7 +105,7 @@ def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, t
         ([f"{functions}:number"], "returns a torch.nn.Module"),
         ([f"{functions}:model_alone"], "its function must return a batch too"),
         ([f"{functions}:model_and_batch", "--tokens", "4"], "tokens must not be given"),
-        ([config, "--tokens", "0"], "tokens must be at least 1"),
+        ([config, "--tokens", "0"], "tokens must be at least 2"),
         ([config, "--text", str(tmp_path / "none.txt")], "none.txt"),
         ([config, "--text", str(wrong)], "tokenizer"),
     ):

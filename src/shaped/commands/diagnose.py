@@ -35,7 +35,9 @@ def diagnose(
     text: Annotated[Path | None, typer.Option(help="Text for the model; by default random tokens.", **TEXT)] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence; 128, or the model's positions.")] = None,
     sequences: Annotated[int | None, typer.Option(help="Sequences in the batch; 2 by default.")] = None,
-    seeds: Annotated[int, typer.Option(help="Initialisations for the bands; 0 for none.", rich_help_panel=SOLVER)] = 8,
+    seeds: Annotated[
+        int | None, typer.Option(help="Initialisations for the bands: 0 for none; 8, or fewer of a large model.", rich_help_panel=SOLVER)
+    ] = None,
     seed: options.Seed = 0,
     out: options.Out = Path("out"),
     as_json: options.Json = False,
@@ -44,9 +46,9 @@ def diagnose(
 
     It says which rules find a risk, with layer, value, threshold and source.
     """
-    for name, value in (("tokens", tokens), ("sequences", sequences)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    for name, value, least in (("tokens", tokens, 2), ("sequences", sequences, 1)):  # one token has no pair and no next one
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
     began = time.perf_counter()
     subject = load_subject(model, text=text, tokens=tokens, sequences=sequences, seed=seed)
     check_folder(out)

@@ -15,7 +15,7 @@ from shaped.diagnosis.result import Diagnosis
 from shaped.diagnosis.verdicts import judge
 
 
-def diagnose(model: nn.Module, batch: Any, *, loss: Loss | None = None, seeds: int = 8, seed: int = 0) -> Diagnosis:
+def diagnose(model: nn.Module, batch: Any, *, loss: Loss | None = None, seeds: int | None = None, seed: int = 0) -> Diagnosis:
     """What a Transformer does to its tokens and gradients, layer by layer, and whether it is at risk.
 
     One forward and one backward pass, in evaluation mode. The model may be at initialisation or trained; it is left as it was.
@@ -25,10 +25,11 @@ def diagnose(model: nn.Module, batch: Any, *, loss: Loss | None = None, seeds: i
         batch: its arguments: a mapping of names, a tuple of positions, or one tensor. Tensors are moved to the model's device.
         loss: from the model's output and the batch to a number. By default the output's `loss`, the output itself if it is one number,
             or else a fixed random projection of the output.
-        seeds: initialisations for the bands beside the curves; 0 for none.
+        seeds: initialisations for the bands beside the curves; 0 for none. By default 8, and fewer where copies of a large model are made.
         seed: of the first of them.
     """
-    seeds, seed = whole_number("seeds", seeds, least=0), whole_number("seed", seed, least=0, most=math.inf)
+    seeds = None if seeds is None else whole_number("seeds", seeds, least=0)
+    seed = whole_number("seed", seed, least=0, most=math.inf)
     seen = observe(model, batch, loss)
     bands = measure_bands(model, batch, seen, loss=loss, seeds=seeds, seed=seed)
     info = {
