@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import shaped
 from refusals import refused
+from shaped.diagnosis import Diagnosis
+from shaped.diagnosis.bands import Bands
 from shaped.diagnosis.observation import LayerObservation, Observation, StackObservation
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
 from shaped.diagnosis.reinitialised import make_fresh_copy
@@ -75,6 +77,18 @@ def test_risk_grows_with_every_excess_and_is_that_of_the_worst_stack():
     assert measure_risk(()) == 0.0
 
 
+def test_a_risk_without_a_verdict_is_explained():
+    near = make_observation(tokens=replace(HEALTHY, correlation=0.92), dead=0.45)
+    found = Diagnosis(near, Bands({}, ""), judge(near))
+    assert found.risk >= 0.5
+    assert not found.verdicts
+    assert "the odds add up (1 at a threshold): dead units 0.82, rank collapse 0.63" in found.remark
+    assert "several thresholds are near" in repr(found)
+    for changes in ({}, {"dead": 0.6}):
+        other = make_observation(**changes)
+        assert not Diagnosis(other, Bands({}, ""), judge(other)).remark
+
+
 def test_values_that_are_not_finite_are_a_verdict():
     torch.manual_seed(5)
     model = ListOfLists()
@@ -103,7 +117,7 @@ def test_a_deep_stack_without_residual_branches_collapses():
     found = shaped.diagnose(nn.Sequential(*(Averaging() for _ in range(6))), X, seeds=2)
     assert "rank collapse" in str(found.verdicts)
     assert found.risk > 0.5
-    assert found.bands.source == "2 copies with fresh weights"
+    assert found.bands.source == "2 copies with fresh weights, drawn by each module's reset_parameters"
     band = found.bands.stacks[""]["correlation"]
     assert len(band.mean) == 7
     assert all(low <= mean <= high for low, mean, high in zip(band.low, band.mean, band.high, strict=True))

@@ -61,6 +61,8 @@ def diagnose(
     else:
         lines.say(f"{subject.name}: risk {found.risk:.2f}")
         lines.say(found.verdicts)
+        if found.remark:
+            lines.say(found.remark)
         for table in make_tables(found):
             lines.say(draw(table))
         lines.say(f"↑ ↓: above or below the band at initialisation, {found.bands.source}")
@@ -105,8 +107,12 @@ def format_value(values: list[float], band: Any, stage: int, depth: int) -> str:
 
 
 def draw(table: Table) -> str:
+    """At its full width, also where the terminal is narrower: numbers are not cut."""
     from rich.console import Console
+    from rich.measure import Measurement
 
     drawn, terminal = io.StringIO(), Console()
-    Console(file=drawn, width=terminal.width, force_terminal=terminal.is_terminal).print(table)
+    wide = Console(width=1000)
+    width = max(terminal.width, Measurement.get(wide, wide.options, table).maximum)
+    Console(file=drawn, width=width, force_terminal=terminal.is_terminal).print(table)
     return drawn.getvalue().rstrip("\n")

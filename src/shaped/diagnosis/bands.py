@@ -46,7 +46,7 @@ class Bands:
 
 
 def measure_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | None, seeds: int | None, seed: int) -> Bands:
-    """Bands of `seeds` initialisations. `predict` is asked first: it needs no copy of the model. None: SEEDS, fewer copies if they are LONG."""
+    """Bands of `seeds` initialisations; None: SEEDS, and fewer copies of a large model. `predict` is asked first: it needs no copy."""
     if seeds == 0:
         return Bands({}, "no band was asked for")
     model = getattr(model, "_orig_mod", model)

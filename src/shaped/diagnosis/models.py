@@ -167,7 +167,9 @@ def make_images(config: Any, text: Path | None, tokens: int | None, count: int, 
             raise ValueError(f"{name} must not be given for a model of images, got {value}")
     size = getattr(config, "image_size", None)
     if size is None:
-        raise ValueError(f"model must have an image_size in its config, or come from a function with its batch, got {type(config).__name__}")
+        raise ValueError(
+            f"model must have an image_size in its config, or its function must return a batch too, got {type(config).__name__}"
+        )
     height, width = (size, size) if isinstance(size, int) else size
     return {"pixel_values": torch.randn(count, config.num_channels, height, width, generator=generator)}
 
