@@ -40,5 +40,8 @@ from shaped.nn.activations import ShapedReLU as ShapedReLU
 from shaped.stepping import StepEffect as StepEffect
 from shaped.stepping import StepWarning as StepWarning
 from shaped.trajectory import Trajectory as Trajectory
+from shaped.watching import Alarm as Alarm
+from shaped.watching import Watcher as Watcher
+from shaped.watching import watch as watch
 
 __version__ = "0.1.0"

@@ -77,10 +77,12 @@ def test_a_config_is_initialised_and_judged(monkeypatch, capsys, tmp_path, confi
     saved = json.loads((out / "diagnosis.json").read_text())
     assert (saved["info"]["name"], saved["info"]["batch"]) == ("small", "input_ids [2, 8], labels [2, 8]")
     assert saved["loss"]["kind"] == "the model's own loss"
-    assert run(monkeypatch, config, "--seeds", "0", "--tokens", "5", "--out", str(out), "--json") == 0
+    assert run(monkeypatch, config, "--seeds", "0", "--tokens", "5", "--out", str(out), "--json", "--no-remedies") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["layers"][1]["name"] == "transformer.h.1"
     assert printed["bands_source"] == "no band was asked for"
+    assert (saved["remedies"], printed["remedies"]) == ([], None)
+    assert "<h1>small: " in (out / "diagnosis.html").read_text()
 
 
 def test_a_folder_with_weights_and_a_tokenizer(tmp_path):

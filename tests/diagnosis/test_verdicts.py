@@ -169,7 +169,8 @@ def test_bands_of_a_known_family_are_predicted():
 def test_what_is_saved_is_json_without_nan(tmp_path):
     torch.manual_seed(9)
     found = shaped.diagnose(Attributes(), X, seeds=1)
-    (path,) = found.save(tmp_path / "out")
+    path, page = found.save(tmp_path / "out")
+    assert page.name == "diagnosis.html"
     read = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
     assert read["risk"] == found.risk
     assert [row["name"] for row in read["layers"]] == ["first", "second"]

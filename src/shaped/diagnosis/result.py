@@ -11,10 +11,12 @@ from typing import Any
 from shaped.diagnosis.bands import Bands
 from shaped.diagnosis.curves import list_curves
 from shaped.diagnosis.observation import Observation
+from shaped.diagnosis.page import render_page
+from shaped.diagnosis.remedies import Trials
 from shaped.diagnosis.verdicts import NOTICES, Finding, Verdicts, measure_risk
-from shaped.files import make_folder, write_json
+from shaped.files import make_folder, write_atomically, write_json
 
-FILE = "diagnosis.json"
+FILE, PAGE = "diagnosis.json", "diagnosis.html"
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +27,8 @@ class Diagnosis:
     """What every rule found, the farthest beyond its threshold first."""
     info: dict[str, Any] = field(default_factory=dict)
     """Facts: the model's class, its parameters, the batch."""
+    remedies: Trials | None = None
+    """What was tried for each verdict; None if nothing was to be tried. Printable."""
 
     @property
     def risk(self) -> float:
@@ -76,6 +80,7 @@ class Diagnosis:
                 "risk": self.risk,
                 "verdicts": [asdict(finding) for finding in self.verdicts],
                 "findings": [asdict(finding) for finding in self.findings],
+                "remedies": None if self.remedies is None else [asdict(trial) | {"outcome": trial.outcome} for trial in self.remedies],
                 "loss": {"value": self.observation.loss, "kind": self.observation.loss_kind},
                 "bands_source": self.bands.source,
                 "stacks": stacks,
@@ -84,11 +89,14 @@ class Diagnosis:
         )
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Writes diagnosis.json; returns the files."""
+        """Writes diagnosis.json and diagnosis.html, one self-contained page; returns the files."""
         folder = Path(folder)
         make_folder(folder, "folder")
-        write_json(folder / FILE, self.to_json())
-        return [folder / FILE]
+        content = self.to_json()
+        page = render_page(content).encode()
+        write_json(folder / FILE, content)
+        write_atomically(folder / PAGE, lambda file: file.write(page))
+        return [folder / FILE, folder / PAGE]
 
     def __repr__(self) -> str:
         count = sum(len(stack.layers) for stack in self.observation.stacks)

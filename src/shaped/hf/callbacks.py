@@ -32,7 +32,25 @@ class ShapingCallback(TrainerCallback):
         self.schedule.apply(kwargs["model"], state.global_step)
 
 
-class DiagnosticsCallback(TrainerCallback):
+class LayerLogCallback(TrainerCallback):
+    """A callback that logs numbers of every layer: {"step": step, quantity: {layer: number}}."""
+
+    def __init__(self):
+        self.beside: list[TrainerCallback] = []
+        """All callbacks of the Trainer, this one among them; `extensions` sets it."""
+
+    def log_row(self, row: dict[str, Any], args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Does what `Trainer.log` does, which no callback can call, but leaves out the console: a row is too long for it."""
+        of_layers = {name: values for name, values in row.items() if isinstance(values, dict)}
+        logs = {f"{name}/{layer}": value for name, values in of_layers.items() for layer, value in values.items() if value is not None}
+        logs |= {} if state.epoch is None else {"epoch": state.epoch}
+        state.log_history.append({**logs, "step": state.global_step})
+        for callback in self.beside:
+            if not isinstance(callback, LayerLogCallback | PrinterCallback | ProgressCallback):
+                callback.on_log(args, state, control, logs=dict(logs), **kwargs)
+
+
+class DiagnosticsCallback(LayerLogCallback):
     """Measures every layer, every so many steps: entropy of the attention, correlation of the tokens, norm of the gradient, gamma1, gamma2
     and whatever else is in `shaped.nn.diagnostics`.
 
@@ -47,10 +65,9 @@ class DiagnosticsCallback(TrainerCallback):
     """
 
     def __init__(self, every: int = 100, sequences: int = 4):
+        super().__init__()
         self.every, self.sequences = whole_number("every", every), whole_number("sequences", sequences)
         self.history: list[dict[str, Any]] = []
-        self.beside: list[TrainerCallback] = []
-        """All callbacks of the Trainer, this one among them; `extensions` sets it."""
         self._observation: Observation | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -80,7 +97,7 @@ class DiagnosticsCallback(TrainerCallback):
         row = self._row(self._observation, state.global_step)
         self._stop_observing()
         self.history.append(row)
-        self._log(row, args, state, control, **kwargs)
+        self.log_row(row, args, state, control, **kwargs)
         if state.is_world_process_zero:
             path = self._path(args)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,16 +122,6 @@ class DiagnosticsCallback(TrainerCallback):
         if self._observation is not None:
             self._observation.close()
         self._observation = None
-
-    def _log(self, row: dict[str, Any], args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Does what `Trainer.log` does, which no callback can call, but leaves out the console: a row is too long for it."""
-        of_layers = {name: values for name, values in row.items() if isinstance(values, dict)}
-        logs = {f"{name}/{layer}": value for name, values in of_layers.items() for layer, value in values.items() if value is not None}
-        logs |= {} if state.epoch is None else {"epoch": state.epoch}
-        state.log_history.append({**logs, "step": state.global_step})
-        for callback in self.beside:
-            if not isinstance(callback, DiagnosticsCallback | PrinterCallback | ProgressCallback):
-                callback.on_log(args, state, control, logs=dict(logs), **kwargs)
 
     @staticmethod
     def _path(args: TrainingArguments) -> Path:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.trainer_callback import CallbackHandler
 
 from shaped.hf.attention import NAME, mark_roles
-from shaped.hf.callbacks import DiagnosticsCallback
+from shaped.hf.callbacks import LayerLogCallback
 from shaped.hf.configuration import ShapedConfig
 from shaped.hf.shaping import install_gains, list_configs, refuse_if_ignored
 from shaped.nn.schedules import Shapeable
@@ -193,11 +193,11 @@ def allow_output_attentions() -> None:
 
 
 def patch_add_callback(add_callback: Callable[..., None]) -> Callable[..., None]:
-    """Gives a `DiagnosticsCallback` the list of all callbacks, through which it logs. Trainer gives it only the model."""
+    """Gives a `LayerLogCallback` the list of all callbacks, through which it logs. Trainer gives it only the model."""
 
     def add_and_introduce(self: CallbackHandler, callback: Any) -> None:
         add_callback(self, callback)
-        if isinstance(self.callbacks[-1], DiagnosticsCallback):
+        if isinstance(self.callbacks[-1], LayerLogCallback):
             self.callbacks[-1].beside = self.callbacks
 
     return add_and_introduce

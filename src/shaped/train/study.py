@@ -31,7 +31,7 @@ from shaped.train.folder_lock import Busy
 from shaped.train.run.folder import read_divergence
 from shaped.train.run.loop import pretrain
 from shaped.train.run.settings import Settings, read_toml
-from shaped.train.run.stopping import Diverged, Stopped
+from shaped.train.run.stopping import Alarmed, Diverged, Stopped
 from shaped.train.run_records import RunRecord, collect, read_folder
 from shaped.train.step.stepper import Log
 from shaped.train.step.stepper_cache import StepperCache
@@ -109,7 +109,7 @@ def study(path: Path, *, only: Sequence[str] = (), log: Log = print, progress: b
             result = pretrain(replace(settings, minutes=left), log=log, progress=progress, steppers=steppers)
             took = time.monotonic() - started
             log(f"{name}: train {result.train_loss:.4f}, test {result.test_loss:.4f} ({result.steps} steps, {took:.0f} s)")
-        except (Diverged, Busy) as error:
+        except (Alarmed, Diverged, Busy) as error:  # the others go on
             log(f"{name}: {error}")
             busy |= {name} if isinstance(error, Busy) else set()
         except Stopped as error:

@@ -118,6 +118,7 @@ def test_learning_rates():
         ({"seed": 1 << 64}, ("seed", str(1 << 64))),
         ({"lr": 10**400}, ("lr", "number")),
         ({"data": None}, ("data", "must be given")),
+        ({"watch_every": -1}, ("watch_every", "-1")),
     ],
 )
 def test_wrong_settings_are_refused(given: dict, words: tuple[str, ...]):
@@ -132,9 +133,10 @@ WRONG = ("[]", "{}", "[1]", '"x"', "true", "nan", "-1", "1e400", "1979-05-27", '
 def test_a_value_of_a_wrong_type_is_refused_in_a_line(tmp_path: Path, name: str):
     """Of each setting, every value of these that is none of its kind."""
     path, kind = tmp_path / "settings.toml", HINTS[name]
+    needed = {"qk_gain": {"qk_norm": "true"}, "watch_stop": {"watch_every": "10"}}.get(name, {})
     right = {Path: ('"x"',), bool: ("true",)}.get(kind, ("-1",) if name == "c_minus" else ())
     for value in WRONG:
-        given = {"data": '"d"', "out": '"o"'} | ({"qk_norm": "true"} if name == "qk_gain" else {}) | {name: value}
+        given = {"data": '"d"', "out": '"o"'} | needed | {name: value}
         path.write_text("".join(f"{key} = {text}\n" for key, text in given.items()))
         if value in right:
             Settings.from_toml(path)

@@ -39,6 +39,28 @@ ENTRIES = 2**20
 Logits = Callable[[], Iterator[tuple[slice, Tensor]]]
 
 
+class Scores:
+    """Products of two activations, and what was computed from them entry by entry: a softmax of these is attention."""
+
+    def __init__(self) -> None:
+        self._tensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Marks products of two activations, and results of the same size that come from them. Weights have two dimensions at most."""
+        if not isinstance(result, Tensor) or result.ndim < 3:
+            return
+        given = [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,)) if isinstance(x, Tensor)]
+        if func in PRODUCTS:
+            if sum(x.ndim >= 3 and not isinstance(x, torch.nn.Parameter) for x in given[-2:]) == 2:
+                self._tensors[result] = True
+        elif any(x in self._tensors and x.numel() <= result.numel() for x in given):
+            self._tensors[result] = True
+
+    def are_softened(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> bool:
+        """Is a softmax with these arguments attention?"""
+        return input in self._tensors and dim is not None and dim % input.ndim == input.ndim - 1
+
+
 class CallWatcher(TorchFunctionMode):
     """Reports attention and activation calls while it is active.
 
@@ -48,6 +70,7 @@ class CallWatcher(TorchFunctionMode):
         on_activation: called with the function and its input, before the activation.
         on_part: called where a function of PARTS_OF_ACTIVATIONS is.
         sequences: tells the batch size of logits [batch · heads, Q, K] from Q.
+        first: how many sequences of the batch the logits are of; all by default. The reported shape and mask are of the whole batch.
     """
 
     def __init__(
@@ -56,18 +79,20 @@ class CallWatcher(TorchFunctionMode):
         on_activation: Callable[[Callable[[Tensor], Tensor], Tensor], None],
         on_part: Callable[[], None],
         sequences: Callable[[int, int], int],
+        first: int | None = None,
     ):
         super().__init__()
         self.on_attention, self.on_activation, self.on_part, self.sequences = on_attention, on_activation, on_part, sequences
-        self._scores: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Products of two activations, and what was computed from them entry by entry."""
+        self.first = first
+        self._scores = Scores()
         self._paused = False
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         before, self._paused = self._paused, True
         try:
-            yield
+            with torch._C.DisableTorchFunction():  # so that the mode costs nothing meanwhile
+                yield
         finally:
             self._paused = before
 
@@ -84,7 +109,8 @@ class CallWatcher(TorchFunctionMode):
             return result
         if func in SOFTMAXES:
             result = func(*args, **kwargs)
-            self._report_softmax(*args, **kwargs)
+            if self._scores.are_softened(*args, **kwargs):
+                self._report_softmax(*args, **kwargs)
             return result
         if func in ACTIVATIONS:
             rest = {name: value for name, value in kwargs.items() if name != "input"}
@@ -92,22 +118,10 @@ class CallWatcher(TorchFunctionMode):
         elif func in PARTS_OF_ACTIVATIONS:
             self.on_part()
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.ndim >= 3:
-            self._follow(func, (*args, *kwargs.values()), result)
+        self._scores.follow(func, (*args, *kwargs.values()), result)
         return result
 
-    def _follow(self, func: Any, args: tuple[Any, ...], result: Tensor) -> None:
-        """Marks products of two activations, and results of the same size that come from them. Weights have two dimensions at most."""
-        given = [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,)) if isinstance(x, Tensor)]
-        if func in PRODUCTS:
-            if sum(x.ndim >= 3 and not isinstance(x, torch.nn.Parameter) for x in given[-2:]) == 2:
-                self._scores[result] = True
-        elif any(x in self._scores and x.numel() <= result.numel() for x in given):
-            self._scores[result] = True
-
-    def _report_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
-        if input not in self._scores or dim is None or dim % input.ndim != input.ndim - 1:
-            return
+    def _report_softmax(self, input: Tensor, *_: Any, **__: Any) -> None:
         s = input.detach()
         check_size(s.shape)
         Q, K = s.shape[-2:]
@@ -115,10 +129,11 @@ class CallWatcher(TorchFunctionMode):
         s = s.unflatten(0, (batch, -1)) if s.ndim == 3 else s.flatten(0, -4)
 
         def logits() -> Iterator[tuple[slice, Tensor]]:
-            block = choose_block(s.numel() // Q)
+            some = s[: self.first]
+            block = choose_block(some.numel() // Q)
             for start in range(0, Q, block):
                 rows = slice(start, min(start + block, Q))
-                yield rows, s[..., rows, :]
+                yield rows, some[..., rows, :]
 
         self.on_attention(None, logits, (*s.shape[:2], Q, K))
 
@@ -149,11 +164,13 @@ class CallWatcher(TorchFunctionMode):
             mask = mask.masked_fill(mask <= MASKED, -torch.inf) if mask.is_floating_point() else mask
 
         def logits() -> Iterator[tuple[slice, Tensor]]:
-            block = choose_block(q.shape[0] * q.shape[1] * K)
-            singles = [at_least_single(x) for x in (q, k)]
-            bias = at_least_single(mask) if mask is not None and mask.is_floating_point() else mask
+            singles = [at_least_single(x[: self.first]) for x in (q, k)]
+            block = choose_block(singles[0].shape[0] * q.shape[1] * K)
+            bias = mask if mask is None or mask.shape[0] == 1 else mask[: self.first]
+            bias = at_least_single(bias) if bias is not None and bias.is_floating_point() else bias
+            places = positions if positions is None or positions.ndim == 1 else positions[: self.first]
             with torch.autocast(q.device.type, enabled=False):
-                yield from iterate_logits(*singles, scale=scale, is_causal=is_causal, attn_mask=bias, block=block, positions=positions)
+                yield from iterate_logits(*singles, scale=scale, is_causal=is_causal, attn_mask=bias, block=block, positions=places)
 
         self.on_attention(mask, logits, (*q.shape[:2], Q, K))
 
@@ -176,7 +193,7 @@ def choose_block(a_query: int) -> int:
     return max(1, ENTRIES // max(1, a_query))
 
 
-def _expose_to_modes(function: Any) -> Any:
+def expose_to_modes(function: Any) -> Any:
     """The same Python function, which runs its body at once in place of handing itself to the mode: so the mode sees what it calls."""
     scope = function.__globals__ | {"has_torch_function": lambda *_: False}
     exposed = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
@@ -184,4 +201,4 @@ def _expose_to_modes(function: Any) -> Any:
     return exposed
 
 
-SEEN_MULTI_HEAD_ATTENTION = _expose_to_modes(F.multi_head_attention_forward)
+SEEN_MULTI_HEAD_ATTENTION = expose_to_modes(F.multi_head_attention_forward)

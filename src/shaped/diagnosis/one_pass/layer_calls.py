@@ -16,10 +16,16 @@ from shaped.diagnosis.one_pass.stack import Part, find_repeated_parts, find_toke
 
 
 class LayerRecorder(AbstractContextManager["LayerRecorder"]):
-    """Hooks on every module and a `CallWatcher`, for one forward pass. `parts` are those that ended, in order."""
+    """Hooks on every module and a `CallWatcher`, for one forward pass. `parts` are those that ended, in order.
 
-    def __init__(self, model: nn.Module, batch: Any):
+    Args:
+        sequences: how many sequences of the batch are measured; all by default.
+        tokens: how many tokens of a sequence are measured in the residual stream; all by default. The rank costs their third power.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, sequences: int | None = None, tokens: int | None = None):
         self.parts: list[Part] = []
+        self.sequences, self.tokens = sequences, tokens
         self._model = model
         self._modules = dict(model.named_modules())
         self._repeated = find_repeated_parts(model)
@@ -32,7 +38,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         self._number = 0
         self._real: Tensor | None = None
         self._batch_first = True
-        self._watcher = CallWatcher(self._attend, self._count_dead, self._see_part, self._count_sequences)
+        self._watcher = CallWatcher(self._attend, self._count_dead, self._see_part, self._count_sequences, sequences)
         self._removals: list[Callable[[], None]] = []
 
     def __enter__(self) -> LayerRecorder:
@@ -48,6 +54,10 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             self._removals.pop()()
         for name in list(self._open) if error[0] is None else ():
             self._end(name, None)
+
+    def begin_call(self, args: Any, kwargs: Any) -> None:
+        """For a recorder that is entered within the model's call, in a pre-hook: PyTorch calls no pre-hook that is added then."""
+        self._entry_hook("")(self._model, args, kwargs)
 
     def _entry_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -94,7 +104,11 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
 
     def _measure(self, name: str, x: Tensor) -> Any:
         x = x if self._batch_first else x.transpose(0, 1)
-        return measure_tokens(x, self._find_real(name, x.shape[0], x.shape[1]))
+        real = self._first(self._find_real(name, x.shape[0], x.shape[1]))
+        return measure_tokens(x[: self.sequences, : self.tokens], None if real is None else real[:, : self.tokens])
+
+    def _first(self, real: Tensor | None) -> Tensor | None:
+        return None if real is None else real[: self.sequences]
 
     def _attend(self, mask: Tensor | None, logits: Logits, shape: tuple[int, ...]) -> None:
         name, _, x = self._running[-1] if self._running else ("", self._model, None)
@@ -104,7 +118,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             masked = mask is not None and Q == K and mask.shape[0] == batch
             self._real = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1).any(-2) if masked else None
         real = self._find_real(name, batch, Q)
-        found = measure_attention(logits(), real)
+        found = measure_attention(logits(), self._first(real))
         self._number += 1
         for part in self._open.values():
             own = name[len(part.name) :].lstrip(".") or type(self._modules[name]).__name__
@@ -122,7 +136,8 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             return
         x = x if self._batch_first or x.ndim != 3 else x.transpose(0, 1)
         real = self._find_real(self._running[-1][0], *x.shape[:2]) if x.ndim == 3 and self._running else None
-        found = count_dead_units(function, x if real is None else x[real])
+        x = x[: self.sequences] if x.ndim == 3 else x
+        found = count_dead_units(function, x if real is None else x[real[: self.sequences]])
         for part in self._open.values():
             part.activations.append(found)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from shaped.hf.observation import Observation
 from shaped.nn.diagnostics import QUANTITIES, Source, measure
+from shaped.watching.alarms import Alarm, Alarms
+from shaped.watching.recording import measure_batch
+from shaped.watching.rows import Row, none_to_nan
 
 GAIN_PATHS = {"attention.shaping.gamma1": "gamma1", "attention.shaping.gamma2": "gamma2", "feedforward.slope": "slope"}
 """Where a block has gains under another name than that of their quantity."""
@@ -29,6 +33,34 @@ def observe(model: nn.Module, ids: Tensor, gradients: dict[str, Tensor], **input
         seen.values[name] |= measure(Source.GRADIENTS, of_layer) | measure(Source.GAINS, read_gains(layer))
     rows = {name: [layer.get(name, math.nan) for layer in seen.values.values()] for name in QUANTITIES}
     return {name: row for name, row in rows.items() if any(name in layer for layer in seen.values.values())}
+
+
+class RunWatch:
+    """`shaped.watch` for a run, whose steps may be one CUDA graph. `lines` are those of its metrics, if it is resumed."""
+
+    def __init__(self, lines: Iterable[dict[str, Any]]):
+        self._rules = Alarms(make_row(line) for line in lines if line["kind"] == "watch")
+
+    def look(
+        self, step: int, loss: float, model: nn.Module, batch: dict[str, Any], gradients: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[Alarm]]:
+        """The values of a line of the metrics, lists over layers, and the alarms. The pass of the batch takes place before this returns."""
+        layers = Row.of(step, loss, measure_batch(model, batch, gradients)).quantities
+        values = {"loss": loss} | {name: list(numbers.values()) for name, numbers in layers.items()}
+        return values, self._rules.check(make_row({"step": step} | values))
+
+
+def make_row(line: dict[str, Any]) -> Row:
+    """Of a line of the metrics. Layers have numbers from 1 in place of names, as in TensorBoard."""
+    lists = {name: values for name, values in line.items() if isinstance(values, list)}
+    quantities = {name: {f"layer {i}": none_to_nan(value) for i, value in enumerate(values, 1)} for name, values in lists.items()}
+    return Row(line["step"], none_to_nan(line["loss"]), quantities)
+
+
+def describe_alarm(alarm: Alarm) -> dict[str, Any]:
+    """The values of a line of the metrics."""
+    known = asdict(alarm)
+    return {"alarm": known.pop("kind"), "advice": alarm.advice} | {name: value for name, value in known.items() if name != "step"}
 
 
 def read_gains(layer: nn.Module) -> dict[str, Tensor]:

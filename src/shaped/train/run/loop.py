@@ -22,12 +22,13 @@ from shaped.train.run.processes import average, is_any, is_first, join_processes
 from shaped.train.run.progress import show_progress
 from shaped.train.run.result import Result, make_result, write_result
 from shaped.train.run.settings import Settings
-from shaped.train.run.stopping import Diverged, Stopped, StopRequest, catch_interrupts
+from shaped.train.run.stopping import Alarmed, Diverged, Stopped, StopRequest, catch_interrupts
 from shaped.train.step.config import StepConfig, StepSchedule
 from shaped.train.step.objectives import load_objective
 from shaped.train.step.stepper import Log
 from shaped.train.step.stepper_cache import StepperCache
 
+WATCHED_ROWS = 2
 OBSERVED_ROWS, OBSERVED_TOKENS = 8, 8192  # at most; observing takes memory for matrices of length x length
 
 
@@ -92,10 +93,13 @@ class Run:
         if rank == 0:  # only now: a run that cannot begin leaves no settings
             write_settings(settings)
         self.metrics = Metrics(self.out, self.step, settings.tensorboard, log, written) if rank == 0 else None
+        self.stop = StopRequest(settings.minutes, self.began)
+        self._watch = diagnostics.RunWatch(read_metrics(self.metrics.path)) if self.metrics and settings.watch_every else None
+        self._watched_losses: list[float] = []  # since the last look
 
     def finish(self) -> Result:
         """Trains to the last step, and writes the model and the result."""
-        settings, stop = self.settings, StopRequest(self.settings.minutes, self.began)
+        settings, stop = self.settings, self.stop
         try:
             with show_progress(self.progress, settings.steps, self.step) as show, catch_interrupts(stop):
                 while self.step < settings.steps:
@@ -103,7 +107,9 @@ class Run:
                     if is_any(stop.is_due, self.config.device) and self.step < settings.steps:
                         self.save()
                         after = "goes on from there" if settings.keep else "begins anew, since no checkpoints are kept"
-                        raise Stopped(f"{stop.why} at step {self.step} of {settings.steps}; the same command {after}")
+                        raise (Alarmed if stop.alarm else Stopped)(
+                            f"{stop.why} at step {self.step} of {settings.steps}; the same command {after}"
+                        )
             self._complete_metrics()
         finally:
             if self.metrics is not None:
@@ -113,7 +119,7 @@ class Run:
     def _advance(self, show: Callable[..., None]) -> None:
         """To the next step at which something is due, or to the end of a chunk."""
         settings, began = self.settings, time.monotonic()
-        intervals = (settings.evaluate_every, settings.observe_every, settings.checkpoint_every)
+        intervals = (settings.evaluate_every, settings.observe_every, settings.checkpoint_every, settings.watch_every or settings.steps)
         count = min(self.config.chunk, settings.steps - self.step, *(every - self.step % every for every in intervals))
         batches = self.batches.chunk(self.step, count)
         losses = self.stepper.run(batches, self.schedule)
@@ -130,6 +136,9 @@ class Run:
         last = self.step == settings.steps
         if self.step % settings.observe_every == 0 or last:
             self._write_layers()
+        self._watched_losses += losses
+        if settings.watch_every and self.step % settings.watch_every == 0:
+            self._look_for_alarms()
         if self.step % settings.evaluate_every == 0 or last:
             loss = self._write_test(None if last else settings.test_rows)
             if not self.progress:
@@ -164,10 +173,31 @@ class Run:
         self._write("train", loss=sum(window) / len(window), lr=rate, count=len(window), **speed)
 
     def _write_layers(self) -> None:
-        rows = max(1, min(OBSERVED_ROWS, OBSERVED_TOKENS // self.data.length))
-        batch = tuple(tensor[0] if tensor.ndim == 1 else tensor[0, :rows] for tensor in self.test.chunk(0, 1))
+        ids, inputs = self._observed_batch(OBSERVED_ROWS)
         with self.stepper.attention_backend():
-            self._write("layers", **diagnostics.observe(self.model, batch[0], self.stepper.gradients(), **self.objective.inputs(batch)))
+            self._write("layers", **diagnostics.observe(self.model, ids, self.stepper.gradients(), **inputs))
+
+    def _look_for_alarms(self) -> None:
+        """Writes what is watched, and the alarms. Only the first process does; all stop if it asks for that."""
+        losses, self._watched_losses = self._watched_losses, []
+        if self._watch is None:
+            return
+        ids, inputs = self._observed_batch(WATCHED_ROWS)
+        with self.stepper.attention_backend():
+            loss, batch = sum(losses) / len(losses), {"input_ids": ids, **inputs}
+            values, alarms = self._watch.look(self.step, loss, self.model, batch, self.stepper.gradients())
+        self._write("watch", **values)
+        for alarm in alarms:
+            self.log(str(alarm))
+            self._write("alarm", **diagnostics.describe_alarm(alarm))
+        if alarms and self.settings.watch_stop:
+            self.stop.alarm = str(alarms[0])
+
+    def _observed_batch(self, most: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Ids of the first rows of the test text, the same at every look, and the model's other inputs."""
+        rows = max(1, min(most, OBSERVED_TOKENS // self.data.length))
+        batch = tuple(tensor[0] if tensor.ndim == 1 else tensor[0, :rows] for tensor in self.test.chunk(0, 1))
+        return batch[0], self.objective.inputs(batch)
 
     def _write_test(self, rows: int | None) -> float:
         loss = self.evaluate(rows)

@@ -11,7 +11,13 @@ from typing import Any
 
 from shaped.files import check_entries, parse_json, read_text, write_atomically
 
-LINES: dict[str, dict[str, Any]] = {"train": {"loss": float, "count": int}, "test": {"loss": float}, "layers": {"entropy": list}}
+LINES: dict[str, dict[str, Any]] = {
+    "train": {"loss": float, "count": int},
+    "test": {"loss": float},
+    "layers": {"entropy": list},
+    "watch": {"entropy_share": list},
+    "alarm": {"alarm": str, "advice": str},
+}
 """The kinds of lines, and the entries of each that tables and figures read."""
 
 
@@ -39,8 +45,12 @@ class Metrics:
         self.count += 1
         if self._writer is not None:
             for name, value in values.items():
+                if isinstance(value, str):
+                    self._writer.add_text(f"{kind}/{name}", value, step)
+                    continue
                 for layer, number in enumerate(value, 1) if isinstance(value, list) else ((None, value),):
-                    place = f"{kind}/{name}" if layer is None else f"{name}/layer {layer}"
+                    group = "watch/" if kind == "watch" else ""
+                    place = f"{kind}/{name}" if layer is None else f"{group}{name}/layer {layer}"
                     self._writer.add_scalar(place, number, step)
 
     def close(self) -> None:

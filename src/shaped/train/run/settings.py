@@ -157,6 +157,10 @@ class Settings:
     observe_every: int = option(
         500, "Steps between lines with entropies, correlations, gradients and gains.", topic="logging", affects="logging", least=1
     )
+    watch_every: int = option(
+        0, "Steps between looks for signs that the run is about to die; 0 for none.", topic="logging", affects="logging", least=0
+    )
+    watch_stop: bool = option(False, "Stop at the first such sign, with a checkpoint.", topic="logging", affects="logging")
     checkpoint_every: int = option(1000, "Steps between checkpoints.", topic="logging", affects="logging", least=1)
     keep: int = option(2, "Checkpoints that are kept; 0 for none at all.", topic="logging", affects="logging", least=0)
     save_model: bool = option(True, "Write the trained model at the end.", topic="logging", affects="logging")
@@ -182,6 +186,8 @@ class Settings:
         for name, objective, default in (("mask_share", "masked", MASK_SHARE), ("borders", "causal", "ignore")):
             if self.objective != objective and getattr(self, name) != default:
                 raise ValueError(f"{name} must be {default}, its default, for the objective {self.objective}, got {getattr(self, name)}")
+        if self.watch_stop and not self.watch_every:
+            raise ValueError("watch_stop must be false unless watch_every is positive, got true")
         check_qk_gain(self.qk_norm, self.qk_gain)
         check_init(self.init, self.model)
         if self.tied and self.head_lr != 1.0:

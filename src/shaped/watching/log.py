@@ -1,0 +1,74 @@
+"""watch.jsonl: one row or one alarm a line; and TensorBoard files where tensorboard is installed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shaped.files import make_folder, parse_json, read_text, write_atomically
+from shaped.watching.alarms import Alarm
+from shaped.watching.rows import Row
+
+FILE = "watch.jsonl"
+
+
+class WatchLog:
+    """Appends to the file of a run. Lines from `start` on are dropped: those steps are computed again. So is a line that was cut off."""
+
+    def __init__(self, folder: Path, start: int = 0, tensorboard: bool = True):
+        make_folder(folder)
+        self.path = folder / FILE
+        lines = [line for line in read_lines(self.path) if line["step"] < start]
+        self.rows = [Row.from_json(line) for line in lines if "kind" not in line]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_atomically(self.path, lambda file: file.write(text.encode()))
+        self._writer = open_writer(folder / "tensorboard", start) if tensorboard else None
+
+    def write(self, row: Row, alarms: Iterable[Alarm]) -> None:
+        self.rows.append(row)
+        lines = (row.to_json(), *(alarm.to_json() for alarm in alarms))
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+        if self._writer is not None:
+            if row.loss is not None:
+                self._writer.add_scalar("loss", row.loss, row.step)
+            for name, values in row.quantities.items():
+                for layer, value in values.items():
+                    if math.isfinite(value):
+                        self._writer.add_scalar(f"{name}/{layer}", value, row.step)
+            for alarm in alarms:
+                self._writer.add_text("alarm", str(alarm), row.step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines up to the first that cannot be read: a killed run may have cut off the last one."""
+    lines = []
+    try:
+        text = read_text(path, errors="replace")
+    except FileNotFoundError:
+        return []
+    for part in text.splitlines():
+        try:
+            line = parse_json("it", part)
+        except ValueError:
+            break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        lines.append(line)
+    return lines
+
+
+def open_writer(folder: Path, start: int) -> Any:
+    """None where tensorboard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=start)

@@ -1,0 +1,105 @@
+"""Measures a training step in its own forward and backward pass: no extra pass, nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shaped.diagnosis.observation import StackObservation, label_parts, make_layer
+from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
+from shaped.diagnosis.one_pass.stack import choose_layers
+
+TOKENS = 128
+"""Tokens of a sequence that are measured in the residual stream."""
+
+
+class StepRecorder:
+    """Records the model's next forward pass. Later passes of the step (accumulated batches, checkpointed layers) are not seen.
+
+    The function mode is on from the beginning to the end of that pass, so the rest of the step runs as always. Passes without gradients, of
+    a validation between two steps, do not count. Norms of gradients are taken while the backward pass adds them: before anything clips
+    them or sets them to zero. A compiled model runs uncompiled until `close`: the compiler would hide what it calls.
+
+    Args:
+        sequences: how many sequences of the batch are measured.
+    """
+
+    def __init__(self, model: nn.Module, sequences: int):
+        self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        self._sequences = sequences
+        self._recorder: LayerRecorder | None = None
+        self._eager, self._pass = ExitStack(), ExitStack()
+        if any(module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in model.modules()):
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._removals: list[Callable[[], None]] = [
+            self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True).remove
+        ]
+        self._norms: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.ndim >= 2:
+                self._removals.append(parameter.register_post_accumulate_grad_hook(self._norm_hook(name)).remove)
+
+    @property
+    def has_seen(self) -> bool:
+        return self._recorder is not None
+
+    def measure(self) -> tuple[StackObservation, ...]:
+        """Every quantity of every layer."""
+        if self._recorder is None:
+            raise ValueError(
+                f"model must be called with gradients in every step that is watched, got no call of {type(self.model).__name__}: "
+                "watch the module that the loop calls"
+            )
+        return make_stacks(self.model, self._recorder, self._norms)
+
+    def close(self) -> None:
+        """Removes the hooks. May be called twice."""
+        while self._removals:
+            self._removals.pop()()
+        self._pass.close()
+        self._eager.close()
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._recorder is None and torch.is_grad_enabled():
+            self._recorder = self._pass.enter_context(LayerRecorder(self.model, kwargs, self._sequences, TOKENS))
+            self._recorder.begin_call(args, kwargs)
+            # Registered now: it must come after the recorder's own hook of the model.
+            self._removals.append(self.model.register_forward_hook(self._end, always_call=True).remove)
+
+    def _end(self, *_: Any) -> None:
+        self._pass.close()
+
+    def _norm_hook(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if parameter.grad is not None:  # accumulated batches call this again: the last norm is that of their sum
+                self._norms[name] = torch.linalg.vector_norm(
+                    parameter.grad.detach(), dtype=torch.promote_types(parameter.dtype, torch.float32)
+                )
+
+        return hook
+
+
+@torch.no_grad()
+def measure_batch(model: nn.Module, batch: Mapping[str, Any], gradients: Mapping[str, Tensor]) -> tuple[StackObservation, ...]:
+    """For a training step that no hook sees, such as a CUDA graph: one more forward pass of a batch, and the step's gradients by name."""
+    with LayerRecorder(model, batch, tokens=TOKENS) as recorder:
+        model(**batch)
+    return make_stacks(model, recorder, {name: gradient for name, gradient in gradients.items() if gradient.ndim >= 2})
+
+
+def make_stacks(model: nn.Module, recorder: LayerRecorder, matrices: Mapping[str, Tensor]) -> tuple[StackObservation, ...]:
+    """`matrices`: gradients of the weight matrices, or the norms of these gradients."""
+    stacks = choose_layers(recorder.parts)
+    if not stacks:
+        raise ValueError(
+            f"model must have attention through scaled_dot_product_attention, shaped_attention or a softmax of queries times keys, "
+            f"got {type(model).__name__}, in which none was seen"
+        )
+    return tuple(
+        StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)))
+        for name, parts in stacks.items()
+    )

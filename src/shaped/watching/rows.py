@@ -1,0 +1,51 @@
+"""What is seen of a run at one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shaped.diagnosis.curves import CURVES, list_curves
+from shaped.diagnosis.observation import StackObservation
+from shaped.files import check_entries
+
+
+@dataclass(frozen=True)
+class Row:
+    step: int
+    """Counted from 0: how many updates the weights had."""
+    loss: float | None
+    """Mean over the steps since the row before; None where it is not known."""
+    quantities: dict[str, dict[str, float]]
+    """Quantity → layer → number: those of `shaped.diagnose`, behind each layer. nan where a layer has none."""
+
+    @classmethod
+    def of(cls, step: int, loss: float | None, stacks: tuple[StackObservation, ...]) -> Row:
+        found: dict[str, dict[str, float]] = {name: {} for name in CURVES}
+        for stack in stacks:
+            for name, values in list_curves(stack).items():
+                behind = values[len(values) - len(stack.layers) :]  # curves of the tokens also have what enters the first layer
+                found[name] |= {layer.name: value for layer, value in zip(stack.layers, behind, strict=True)}
+        return cls(step, loss, found)
+
+    def to_json(self) -> dict[str, Any]:
+        """A number that is not finite is None."""
+        layers = {name: {layer: finite_or_none(value) for layer, value in values.items()} for name, values in self.quantities.items()}
+        return {"step": self.step} | ({} if self.loss is None else {"loss": finite_or_none(self.loss)}) | layers
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Row:
+        check_entries("a row", line, step=int)
+        layers = {name: values for name, values in line.items() if isinstance(values, dict)}
+        numbers = {name: {layer: none_to_nan(value) for layer, value in values.items()} for name, values in layers.items()}
+        return cls(line["step"], none_to_nan(line["loss"]) if "loss" in line else None, numbers)
+
+
+def finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def none_to_nan(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,85 @@
+"""`shaped pretrain --watch-every`: its lines, an alarm that stops, a run that is resumed, and nothing at all when it is off."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from refusals import refused
+from shaped.train.run import loop
+from shaped.train.run.loop import pretrain
+from shaped.train.run.metrics import read_metrics
+from shaped.train.run.settings import Settings
+from shaped.train.run.stopping import Alarmed
+from shaped.watching.alarms import Alarm, Alarms
+
+
+def test_a_watched_run_writes_lines_and_trains_as_one_that_is_not(tiny: Settings):
+    plain = pretrain(replace(tiny, steps=40, warmup=10, out=tiny.out / "plain"))
+    watched = pretrain(replace(tiny, steps=40, warmup=10, out=tiny.out / "watched", watch_every=10, tensorboard=True))
+    assert (plain.train_loss, plain.test_loss) == (watched.train_loss, watched.test_loss)
+    assert not read_metrics(tiny.out / "plain" / "metrics.jsonl", "watch")
+    lines = read_metrics(tiny.out / "watched" / "metrics.jsonl", "watch")
+    train = {line["step"]: line["loss"] for line in read_metrics(tiny.out / "watched" / "metrics.jsonl", "train")}
+    assert [line["step"] for line in lines] == [10, 20, 30, 40]
+    assert (lines[0]["loss"] + lines[1]["loss"]) / 2 == pytest.approx(train[20])
+    layers = read_metrics(tiny.out / "watched" / "metrics.jsonl", "layers")[-1]
+    for name in ("entropy_share", "largest_logit", "length", "gradient", "correlation", "rank", "kurtosis", "dead"):
+        assert len(lines[-1][name]) == 2
+    assert all(0.0 < share <= 1.0 for share in lines[-1]["entropy_share"])
+    # The norm of a layer's matrices, of the same step as the norm of all its parameters.
+    assert all(0.5 * every < matrices <= every for matrices, every in zip(lines[-1]["gradient"], layers["gradient_norm"], strict=True))
+    events = EventAccumulator(str(tiny.out / "watched" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("watch/largest_logit/layer 2")] == [10, 20, 30, 40]
+
+
+def test_an_alarm_stops_the_run_with_a_checkpoint_and_is_not_given_again(tiny: Settings, monkeypatch: pytest.MonkeyPatch):
+    seen: list[list[int]] = []
+
+    class Nervous(Alarms):
+        """Gives an alarm at step 20, unless a row of that step was there when the run began."""
+
+        def __init__(self, rows):
+            rows = list(rows)
+            seen.append([row.step for row in rows])
+            super().__init__(rows)
+
+        def check(self, row):
+            super().check(row)
+            return [Alarm("growing logits", row.step, "layer 2", 60.0, 50.0)] if row.step == 20 else []
+
+    monkeypatch.setattr("shaped.train.run.diagnostics.Alarms", Nervous)
+    said: list[str] = []
+    settings = replace(tiny, steps=40, warmup=10, watch_every=10, watch_stop=True)
+    with pytest.raises(
+        Alarmed, match=r"stopped by an alarm \(step 20: growing logits in layer 2: 60, threshold 50; try: .*\) at step 20 of 40"
+    ):
+        pretrain(settings, log=said.append)
+    assert any("growing logits in layer 2" in line for line in said)
+    (alarm,) = read_metrics(tiny.out / "metrics.jsonl", "alarm")
+    assert (alarm["step"], alarm["alarm"], alarm["layer"], alarm["value"], alarm["threshold"]) == (
+        20,
+        "growing logits",
+        "layer 2",
+        60.0,
+        50.0,
+    )
+    assert pretrain(settings).steps == 40
+    assert seen == [[], [10, 20]]
+
+
+def test_a_stop_without_watching_is_refused(tiny: Settings):
+    with refused("watch_stop", "watch_every", "true"):
+        replace(tiny, watch_stop=True)
+
+
+def test_a_look_changes_neither_the_model_nor_the_random_numbers(tiny: Settings):
+    run = loop.Run(replace(tiny, steps=2, warmup=1, watch_every=1), 0, 1, print, False, loop.StepperCache())
+    before, state = {name: value.clone() for name, value in run.model.state_dict().items()}, torch.get_rng_state()
+    run._watched_losses = [1.0]
+    run._look_for_alarms()
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert math.isclose(read_metrics(run.out / "metrics.jsonl", "watch")[0]["loss"], 1.0)
