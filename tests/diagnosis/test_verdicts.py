@@ -17,7 +17,7 @@ from shaped.diagnosis import Diagnosis
 from shaped.diagnosis.bands import Bands
 from shaped.diagnosis.observation import LayerObservation, Observation, StackObservation
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
-from shaped.diagnosis.reinitialised import make_fresh_copy
+from shaped.diagnosis.reinitialised import draw_weights, make_fresh_copy
 from shaped.diagnosis.verdicts import Finding, judge, measure_risk
 from shaped.testing.stats import generator
 
@@ -132,6 +132,9 @@ def test_fresh_copies_have_the_law_of_the_model():
     one, again, other = (make_fresh_copy(model, seed).get_parameter("transformer.h.0.mlp.c_proj.weight").detach() for seed in (0, 0, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+    drawn = make_fresh_copy(model, 0)
+    draw_weights(drawn, 1)
+    assert torch.equal(drawn.get_parameter("transformer.h.0.mlp.c_proj.weight"), other)
     assert torch.equal(model.transformer.h[0].mlp.c_proj.weight, before)
     for copied in (one, other):  # the residual branches' last matrices are divided by sqrt(2 · depth)
         assert float(copied.std()) == pytest.approx(0.02 / 2.0, abs=5 * 0.01 / (2 * copied.numel()) ** 0.5)

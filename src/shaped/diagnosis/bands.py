@@ -15,7 +15,7 @@ from shaped.diagnosis.curves import Curves, list_curves
 from shaped.diagnosis.observation import Observation, find_device, observe
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.one_pass.stack import iterate_values
-from shaped.diagnosis.reinitialised import describe_drawing, make_fresh_copy
+from shaped.diagnosis.reinitialised import describe_drawing, draw_weights, make_fresh_copy
 
 PREDICTED = {"correlation": "rho", "rank": "rank", "length": "length", "entropy": "entropy"}
 """Curves that `shaped.hf.predict` has, and their names there."""
@@ -89,14 +89,15 @@ def predict_bands(model: nn.Module, batch: Any, seen: Observation, *, seeds: int
 def copy_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | None, seeds: int, seed: int) -> Bands:
     """From copies of the model with fresh weights, all curves."""
     curves: dict[str, list[Curves]] = {stack.name: [] for stack in seen.stacks}
+    try:
+        fresh = make_fresh_copy(model, seed)
+    except ValueError as error:
+        return Bands({}, f"no band: {error}")
     for number in range(seeds):
-        try:
-            fresh = make_fresh_copy(model, seed + number)
-        except ValueError as error:
-            return Bands({}, f"no band: {error}")
+        if number:  # one copy for all: several would stay in memory until they are collected
+            draw_weights(fresh, seed + number)
         for stack in observe(fresh, batch, loss).stacks:
             curves.setdefault(stack.name, []).append(list_curves(stack))
-        del fresh  # before the next copy is made
     stacks = {stack: {name: make_band([one[name] for one in copies]) for name in copies[0]} for stack, copies in curves.items() if copies}
     copies = f"{seeds} {'copy' if seeds == 1 else 'copies'} with fresh weights"
     return Bands(stacks, f"{copies}, {describe_drawing(model)}")

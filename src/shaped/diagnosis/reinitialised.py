@@ -24,13 +24,18 @@ def make_fresh_copy(model: nn.Module, seed: int) -> nn.Module:
     except (RuntimeError, TypeError) as error:  # it keeps activations, files or locks as attributes
         said = " ".join(str(error).split())[:120]
         raise ValueError(f"model must be one that copy.deepcopy can copy, got {type(model).__name__}: {said}") from None
-    with keep_random_numbers(model), torch.no_grad():
-        torch.manual_seed(seed)
-        draw_again("", fresh)
+    draw_weights(fresh, seed)
     return fresh
 
 
-def draw_again(name: str, module: Any) -> None:
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """New ones in place, for a copy. The caller's random numbers are not touched."""
+    with keep_random_numbers(model), torch.no_grad():
+        torch.manual_seed(seed)
+        draw_parts("", model)
+
+
+def draw_parts(name: str, module: Any) -> None:
     """The parts first: some modules draw their parts again in their own way."""
     if callable(getattr(module, "init_weights", None)) and hasattr(module, "config"):
         for part in (*module.modules(), *module.parameters(), *module.buffers()):
@@ -39,7 +44,7 @@ def draw_again(name: str, module: Any) -> None:
         module.init_weights()
         return
     for own, part in reversed(list(module.named_children())):
-        draw_again(f"{name}.{own}" if name else own, part)
+        draw_parts(f"{name}.{own}" if name else own, part)
     reset(name, module)
 
 
