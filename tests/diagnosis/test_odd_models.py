@@ -62,7 +62,8 @@ def test_padding_of_the_encoder_is_not_the_decoders():
     _, decoder = observe(plain, {"src": X, "tgt": X.flip(0), "tgt_key_padding_mask": PADDING} | masks).stacks
     check_tokens(decoder.entering, X.flip(0), ~PADDING)
     sizes: dict[str, Any] = {"vocab_size": 30, "num_heads": 2, "num_layers": 1, "d_model": 16, "d_kv": 8, "d_ff": 24}
-    t5: Any = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes, decoder_start_token_id=0))
+    sizes["decoder_start_token_id"] = 0
+    t5: Any = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
     kept, hook = keep_output(t5.decoder.block[0])
     ids = torch.randint(3, 30, (2, 5), generator=generator(42))
     _, decoder = observe(t5, {"input_ids": ids, "labels": ids, "attention_mask": (~PADDING).long()}).stacks

@@ -84,8 +84,7 @@ def test_a_risk_without_a_verdict_is_explained():
     assert not found.verdicts
     assert "the odds add up (1 at a threshold): dead units 0.82, rank collapse 0.63" in found.remark
     assert "several thresholds are near" in repr(found)
-    for changes in ({}, {"dead": 0.6}):
-        other = make_observation(**changes)
+    for other in (make_observation(), make_observation(dead=0.6)):
         assert not Diagnosis(other, Bands({}, ""), judge(other)).remark
 
 

@@ -115,8 +115,9 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         batch, _, Q, K = shape
         self._settle_layout(x, batch, Q)
         if not any(part.attention for part in self._open.values() if part.name):  # later ones in a layer may be cross-attention
-            masked = mask is not None and Q == K and mask.shape[0] == batch
-            self._real = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1).any(-2) if masked else None
+            self._real = None
+            if mask is not None and Q == K and mask.shape[0] == batch:
+                self._real = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1).any(-2)
         real = self._find_real(name, batch, Q)
         found = measure_attention(logits(), self._first(real))
         self._number += 1
