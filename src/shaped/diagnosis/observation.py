@@ -70,8 +70,10 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
     recorder = LayerRecorder(model, batch)
     with ExitStack() as stack:
         stack.enter_context(keep_unchanged(model))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())  # the caller may have switched them off, as one does to evaluate
         model.eval()
-        with recorder, change or nullcontext(), torch.enable_grad():
+        with recorder, change or nullcontext():
             output = call_model(model, batch)
         stacks = choose_layers(recorder.parts)
         if not stacks:
@@ -87,6 +89,7 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
         for name, parts in stacks.items()
     )
     number = float(value.detach())
+    kind += "" if gradients else " (no weight matrix has a gradient of it)"
     return Observation(observed, number, kind, find_non_finite(model, observed, number, gradients))
 
 
@@ -148,11 +151,13 @@ def make_layer(part: Part, label: str, gradients: Mapping[str, Tensor]) -> Layer
 
 
 def find_non_finite(model: nn.Module, stacks: Iterable[StackObservation], loss: float, gradients: Mapping[str, Tensor]) -> str:
-    """The first parameter, stream, logit, loss or gradient that is not finite, in words."""
+    """The first parameter, stream, loss or gradient that is not finite, in words."""
     broken = [name for name, parameter in model.named_parameters() if not is_finite(parameter)]
     if broken:
         return f"parameter {broken[0]}" + (f" and {len(broken) - 1} more" if len(broken) > 1 else "")
     for stack in stacks:
+        if stack.entering.tokens and not math.isfinite(stack.entering.length):
+            return f"tokens that enter {stack.layers[0].name}"
         for layer in stack.layers:
             if layer.tokens.tokens and not math.isfinite(layer.tokens.length):
                 return f"tokens behind layer {layer.name}"

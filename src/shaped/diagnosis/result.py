@@ -13,7 +13,7 @@ from shaped.diagnosis.curves import list_curves
 from shaped.diagnosis.observation import Observation
 from shaped.diagnosis.page import render_page
 from shaped.diagnosis.remedies import Trials
-from shaped.diagnosis.verdicts import Finding, Verdicts, measure_risk
+from shaped.diagnosis.verdicts import NOTICES, Finding, Verdicts, measure_risk
 from shaped.files import make_folder, write_atomically, write_json
 
 FILE, PAGE = "diagnosis.json", "diagnosis.html"
@@ -32,13 +32,22 @@ class Diagnosis:
 
     @property
     def risk(self) -> float:
-        """From 0 to 1: 1/2 or more where a threshold is reached (`shaped.diagnosis.verdicts`)."""
+        """From 0 to 1: 1/2 or more where a threshold is reached, or where several are near (`shaped.diagnosis.verdicts`)."""
         return measure_risk(self.findings)
 
     @property
     def verdicts(self) -> Verdicts:
         """The findings beyond their thresholds, worst first; printable."""
         return Verdicts(finding for finding in self.findings if finding.at_risk)
+
+    @property
+    def remark(self) -> str:
+        """Where risk is 1/2 or more without a verdict that counts: the values that make it, in words. Else empty."""
+        counted = [finding for finding in self.findings if finding.name not in NOTICES]
+        if self.risk < 0.5 or any(finding.at_risk for finding in counted):
+            return ""
+        nearest = ", ".join(f"{finding.name} {10.0**finding.decades:.2f}" for finding in counted[:3])
+        return f"no threshold that counts is reached, but several are near, and the odds add up (1 at a threshold): {nearest}"
 
     @property
     def layers(self) -> list[dict[str, Any]]:
@@ -91,7 +100,8 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         count = sum(len(stack.layers) for stack in self.observation.stacks)
-        names = ", ".join(finding.name for finding in self.verdicts) or "no risk found"
+        without = "several thresholds are near" if self.remark else "no risk found"
+        names = ", ".join(finding.name for finding in self.verdicts) or without
         return f"Diagnosis({self.info.get('model', 'model')}, {count} layers, risk {self.risk:.2f}: {names})"
 
 

@@ -118,11 +118,12 @@ class CallWatcher(TorchFunctionMode):
         elif func in PARTS_OF_ACTIVATIONS:
             self.on_part()
         result = func(*args, **kwargs)
-        self._scores.follow(func, args, result)
+        self._scores.follow(func, (*args, *kwargs.values()), result)
         return result
 
     def _report_softmax(self, input: Tensor, *_: Any, **__: Any) -> None:
         s = input.detach()
+        check_size(s.shape)
         Q, K = s.shape[-2:]
         batch = self.sequences(s.shape[0], Q) if s.ndim == 3 else 1
         s = s.unflatten(0, (batch, -1)) if s.ndim == 3 else s.flatten(0, -4)
@@ -151,6 +152,7 @@ class CallWatcher(TorchFunctionMode):
         **_: Any,
     ) -> None:
         Q, K = query.shape[-2], key.shape[-2]
+        check_size((*query.shape[:-1], K))
         if func is not shaped_attention and is_causal:
             positions = torch.arange(Q, device=query.device)  # in PyTorch's mask query 0 is at key 0, also where Q and K differ
         single_head = query.ndim == 3 and self.sequences(query.shape[0], Q) == query.shape[0]
@@ -178,6 +180,12 @@ def bring_to_four_dimensions(x: Tensor, single_head: bool) -> Tensor:
     if x.ndim > 4:
         return x.flatten(0, -4)
     return x.unsqueeze(1) if x.ndim == 3 and single_head else x[(None,) * (4 - x.ndim)]
+
+
+def check_size(shape: tuple[int, ...]) -> None:
+    """Of logits. What raises during the model's call is told as an error of the batch."""
+    if 0 in shape:
+        raise ValueError(f"it has no tokens, the logits of its attention are {list(shape)}")
 
 
 def choose_block(a_query: int) -> int:

@@ -51,7 +51,7 @@ class AttentionChange(CallChange):
             result = self.soften(func, *args, **kwargs)
         else:
             result = func(*args, **kwargs)
-            self._scores.follow(func, args, result)
+            self._scores.follow(func, (*args, *kwargs.values()), result)
         return result
 
     def attend(self, func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
