@@ -154,3 +154,13 @@ def test_a_resumed_run_knows_what_was_before():
     assert not find_alarms(rows[-5:])
     rules = Alarms(rows[:-2])
     assert [alarm.kind for row in rows[-2:] for alarm in rules.check(row)] == ["gradients above their band"]
+
+
+def test_a_trend_is_that_of_steps_where_the_interval_changes():
+    """A run is resumed with a tenth of the interval: the trend of its rows is that of the steps, not ten times as steep."""
+    steps = [*range(0, 5200, 100), *range(5200, 5800, 10)]
+    logits = [5.0 * math.exp(0.0004 * step) for step in steps]  # 40 at step 5,200, 100 at step 7,490
+    rows = [
+        Row(step, None, {"entropy_share": {"a": 0.9}, "largest_logit": {"a": logit}}) for step, logit in zip(steps, logits, strict=True)
+    ]
+    assert not find_alarms(rows)
