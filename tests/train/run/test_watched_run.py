@@ -14,7 +14,7 @@ from shaped.train.run.diagnostics import describe_alarm
 from shaped.train.run.loop import pretrain
 from shaped.train.run.metrics import Metrics, read_metrics
 from shaped.train.run.settings import Settings
-from shaped.train.run.stopping import Alarmed
+from shaped.train.run.stopping import Alarmed, Stopped
 from shaped.watching.alarms import Alarm, Alarms
 
 
@@ -97,6 +97,21 @@ def test_a_run_that_is_not_watched_keeps_no_losses(tiny: Settings):
     run = loop.Run(replace(tiny, steps=2, warmup=1), 0, 1, print, False, loop.StepperCache())
     run.finish()
     assert run._watched_losses == []
+
+
+def test_a_stop_has_one_reason_in_all_processes(tiny: Settings, monkeypatch: pytest.MonkeyPatch):
+    """The first process has an alarm: the others raise the same. Ctrl-C ends a study also if there is an alarm at that moment."""
+    run = loop.Run(replace(tiny, steps=2, warmup=1, watch_every=1, watch_stop=True), 0, 1, print, False, loop.StepperCache())
+    run.stop.alarm, run.stop.interrupted = "step 1: growing logits", True
+    assert type(run._explain_stop()) is Stopped
+    run.stop.interrupted = False
+    assert type(run._explain_stop()) is Alarmed
+    run.stop.alarm = ""
+    others = iter([False, True])  # interrupted, alarmed
+    monkeypatch.setattr(loop, "is_any", lambda flag, device: flag or next(others))
+    error = run._explain_stop()
+    assert type(error) is Alarmed
+    assert "stopped by an alarm (of the first process) at step 0 of 2" in str(error)
 
 
 def test_a_stop_without_watching_is_refused(tiny: Settings):

@@ -106,15 +106,21 @@ class Run:
                     self._advance(show)
                     if is_any(stop.is_due, self.config.device) and self.step < settings.steps:
                         self.save()
-                        after = "goes on from there" if settings.keep else "begins anew, since no checkpoints are kept"
-                        raise (Alarmed if stop.alarm else Stopped)(
-                            f"{stop.why} at step {self.step} of {settings.steps}; the same command {after}"
-                        )
+                        raise self._explain_stop()
             self._complete_metrics()
         finally:
             if self.metrics is not None:
                 self.metrics.close()
         return self._export()
+
+    def _explain_stop(self) -> Stopped:
+        """The same class in every process: a study goes on after an alarm, and not after an interruption."""
+        interrupted, alarmed = (is_any(flag, self.config.device) for flag in (self.stop.interrupted, bool(self.stop.alarm)))
+        if alarmed and not self.stop.alarm:
+            self.stop.alarm = "of the first process"
+        after = "goes on from there" if self.settings.keep else "begins anew, since no checkpoints are kept"
+        kind = Alarmed if alarmed and not interrupted else Stopped
+        return kind(f"{self.stop.why} at step {self.step} of {self.settings.steps}; the same command {after}")
 
     def _advance(self, show: Callable[..., None]) -> None:
         """To the next step at which something is due, or to the end of a chunk."""
