@@ -156,6 +156,10 @@ def test_a_resumed_run_knows_what_was_before():
     assert [alarm.kind for row in rows[-2:] for alarm in rules.check(row)] == ["gradients above their band"]
 
 
+def test_a_row_of_another_program_is_no_error():
+    assert not find_alarms([Row(number, 3.0, {}) for number in range(20)])
+
+
 def test_a_trend_is_that_of_steps_where_the_interval_changes():
     """A run is resumed with a tenth of the interval: the trend of its rows is that of the steps, not ten times as steep."""
     rows = []

@@ -60,7 +60,7 @@ def test_a_validation_with_gradients_and_a_pass_that_failed_do_not_count():
 
 
 def test_one_gradient_that_is_nan_is_an_alarm_though_the_loss_is_finite():
-    model = make_model()
+    model: Any = make_model()
     model.layers[1].linear1.weight.register_hook(lambda gradient: gradient * math.nan)
     model.layers[0].requires_grad_(False)  # has no gradient, which is no alarm
     (alarm,) = watch_once(model).alarms
@@ -68,7 +68,7 @@ def test_one_gradient_that_is_nan_is_an_alarm_though_the_loss_is_finite():
 
 
 def test_a_stream_that_is_nan_is_an_alarm_though_the_loss_is_not_known():
-    model = make_model()
+    model: Any = make_model()
     nn.init.constant_(model.layers[1].linear2.bias, math.nan)
     with shaped.watch(model) as watcher:
         compute_loss(model).backward()

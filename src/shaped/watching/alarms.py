@@ -117,7 +117,7 @@ class Alarms:
             return
         yield from self._judge_loss(row.step)
         candidates: dict[str, list[Alarm]] = {}
-        for layer in row.quantities["entropy_share"]:
+        for layer in row.quantities.get("entropy_share", {}):
             for alarm in (
                 *self._judge_attention(row.step, layer),
                 *self._judge_stream(row.step, layer),
