@@ -54,7 +54,7 @@ class Watcher(AbstractContextManager["Watcher"]):
 
         Args:
             scale: what a GradScaler multiplied the loss by, `scaler.get_scale()` before `scaler.update()`. Gradients are divided by it. A
-                step that the scaler skips, as a gradient overflows, is none without finite values.
+                step that the scaler skips because a gradient overflows is no alarm.
         """
         if not self._is_open:
             raise ValueError("watch must be entered before step: with shaped.watch(model) as watcher, got a step outside of it")
@@ -135,7 +135,8 @@ def watch(
     rank, world = find_process()
     if check_bool("stop", stop) and world > 1:
         raise ValueError(f"stop must be False where several processes train, which would not all stop, got {world} processes")
-    log = None if out is None or rank > 0 else WatchLog(Path(out), start, check_bool("tensorboard", tensorboard))
+    tensorboard = check_bool("tensorboard", tensorboard)
+    log = None if out is None or rank > 0 else WatchLog(Path(out), start, tensorboard)
     return Watcher(model, every, log, stop, sequences, start)
 
 
