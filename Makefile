@@ -31,13 +31,14 @@ hf-common: .venv/installed
 	$(bin)/python tests/hf/common/run.py -n 2 -q
 
 # Checks that take longer than a test may: a thousand damaged folders of each kind, transformers' own tests, the laws of
-# blocks and of gradients, the solver's step, predictions of every family, mutations.
+# blocks and of gradients, the solver's step, predictions and diagnoses of every family, mutations.
 verify: .venv/installed hf-common
 	PYTHONPATH=tests $(bin)/python tests/damage.py --count 1000
 	PYTHONPATH=tests:tests/figures $(bin)/python tests/figures/damaged_figures.py --count 1000
 	PYTHONPATH=tests/layers $(bin)/python tests/layers/explicit.py --networks 200000
 	PYTHONPATH=tests/gradients $(bin)/python tests/gradients/verify_gradients.py --networks 20000 --subset
 	$(bin)/python benchmarks/steps.py --tokens 4,16
+	PYTHONPATH=tests:tests/hf $(bin)/python tests/diagnosis/verify_families.py
 	PYTHONPATH=tests/hf $(bin)/python tests/hf/families.py --width 64 --depth 6 --models 64
 	PYTHONPATH=tests/hf $(bin)/python tests/hf/family_gradients.py --depth 4 --models 256 --samples 1000
 	$(bin)/python benchmarks/mutation/mutations.py --count 100 --least 0.85 --out out/mutations-sample.json

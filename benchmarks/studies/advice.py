@@ -40,7 +40,7 @@ def confirm(row: Row | None, advice: shaped.Advice, networks: int, seed: int, wh
     if row is None:
         return None
     ledger = Ledger(advice.question, seed + FRESH, progress=False, **where)
-    fresh = ledger.reach(Place("network", row.gamma, row.tau0), networks)
+    fresh = ledger.search(Place("network", row.gamma, row.tau0), networks)
     found = {"said": advice.judge(row), "before": [row.failed, row.count], "fresh": [fresh.failed, fresh.count]}
     return {"gamma": row.gamma, "tau0": row.tau0} | found | {"interval": fresh.interval, "verdict": advice.judge(fresh)}
 
@@ -70,8 +70,10 @@ def main() -> None:
             # The next gamma, and the smallest that was proved to be unsafe if that is another.
             rows = {"best": advice.best, "above": advice.answer.above, "unsafe": advice.answer.unsafe}
             fresh = {key: confirm(row, advice, given.networks, given.seed, where) for key, row in rows.items()}
-            wrong = [key for key, one in fresh.items() if one is not None and one["said"] != "open" and one["said"] != one["verdict"]]
-            entry = {"setting": SETTINGS[name], "answer": advice.sentence, "proved": advice.proved, "fresh": fresh, "wrong": wrong}
+            differ = {key: one["verdict"] for key, one in fresh.items() if one and one["said"] not in ("open", one["verdict"])}
+            wrong = [key for key, verdict in differ.items() if verdict != "open"]
+            entry = {"setting": SETTINGS[name], "answer": advice.sentence, "proved": advice.proved, "fresh": fresh}
+            entry |= {"wrong": wrong, "undecided": sorted(set(differ) - set(wrong))}
             result["settings"][name] = entry | {"search_seconds": searched, "seconds": time.perf_counter() - began}
             write_json(given.out, result)
             print(f"{name}: {advice.sentence}")
@@ -79,7 +81,8 @@ def main() -> None:
                 if one is not None:
                     failed, count = one["fresh"]
                     print(f"  {key}: gamma {one['gamma']:.3g}, said {one['said']}, {failed} of {count} fresh fail: {one['verdict']}")
-            print(f"  {'WRONG: ' + ', '.join(wrong) if wrong else 'confirmed'}; {searched:.0f} s for the search", flush=True)
+            words = f"WRONG: {', '.join(wrong)}" if wrong else "fresh networks do not decide it" if differ else "confirmed"
+            print(f"  {words}; {searched:.0f} s for the search", flush=True)
     print(f"written: {given.out} ({torch.cuda.get_device_name() if given.device != 'cpu' else 'CPU'})")
     sys.exit(any(entry["wrong"] for entry in result["settings"].values()))
 

@@ -160,7 +160,8 @@ def factor(V: Matrix) -> Matrix:
     floor = V.diagonal(dim1=-2, dim2=-1) * (4 * V.shape[-1] * torch.finfo(V.dtype).eps) + torch.finfo(V.dtype).tiny
     if is_for_blas(V):
         L, info = torch.linalg.cholesky_ex(V)
-        raised = (L.diagonal(dim1=-2, dim2=-1).square() < floor) | (info > 0)[..., None]
+        failed = (info > 0)[..., None] & (torch.arange(V.shape[-1], device=V.device) >= info[..., None] - 1)
+        raised = (L.diagonal(dim1=-2, dim2=-1).square() < floor) | failed
     else:
         # On a GPU nothing is read back, so that a CUDA graph can hold this.
         L, pivots = _cholesky_by_columns(V, floor, bounded=V.is_cuda)
@@ -169,8 +170,19 @@ def factor(V: Matrix) -> Matrix:
         raised = pivots < floor
     if raised.any():  # tokens that coincide, or more tokens than features
         low = raised.any(-1)
+        first = int(raised[low].int().argmax(-1).min()) if is_for_blas(V) else 0
         L = L.clone()
-        L[low] = _cholesky_by_columns(V[low], floor[low], bounded=True)[0]
+        L[low] = _cholesky_from(first, V[low], floor[low])
+    return L
+
+
+def _cholesky_from(first: int, V: Matrix, floor: Float[Tensor, "*batch m"]) -> Matrix:
+    """The factor, if the pivots before `first` need not be raised. LAPACK does their columns, many times faster than a loop."""
+    L, above = torch.zeros_like(V), V[..., :first, :first]
+    L[..., :first, :first] = torch.linalg.cholesky_ex(above).L
+    left = torch.linalg.solve_triangular(L[..., :first, :first], V[..., first:, :first].mT, upper=False).mT
+    L[..., first:, :first] = left
+    L[..., first:, first:] = _cholesky_by_columns(V[..., first:, first:] - left @ left.mT, floor[..., first:], bounded=True)[0]
     return L
 
 

@@ -11,11 +11,11 @@ import torch
 
 import shaped
 from refusals import refused
-from shaped.advice.measurement import Ledger, Place
+from shaped.advice.measurement import STAGES, Ledger, Place
 from shaped.advice.question import Question, mean_absolute_correlation
 from shaped.advice.result import Advice
 from shaped.advice.rows import Boundary, GradientSpread, Row
-from shaped.advice.search import GRID, count_for_proof, decide, find_boundary, prove
+from shaped.advice.search import GRID, Trial, count_for_proof, find_boundary, prove
 from shaped.hf import ShapedConfig
 from shaped.hf.prediction.families import describe_network
 from shaped.intervals import exact_interval, median_interval
@@ -77,33 +77,73 @@ def test_the_proof_goes_down_from_the_best_candidate_and_up_to_the_last_safe_pla
         return verdicts[tau0].split()[grid.index(gamma)]
 
     found = {0.5: {"network": 0}, 1.0: {"network": 0}, 2.0: {"network": 3}}
-    assert prove(look_up, found, grid) == 0.5  # the best candidate fell to 0.1; of equals the smallest tau0 is looked at first
+    assert prove(look_up, look_up, found, grid) == 0.5  # the best candidate fell to 0.1; of equals the smallest tau0 is looked at first
     assert found[0.5]["network"] == 1
     found = {0.5: {"network": 3}, 1.0: {"network": 2}}
-    assert prove(look_up, found, grid) == 1.0
+    assert prove(look_up, look_up, found, grid) == 1.0
     assert found == {0.5: {"network": 1}, 1.0: {"network": 2}}
-    assert prove(lambda tau0, gamma: "unsafe", found, grid) == 0.5
+    assert prove(lambda tau0, gamma: "unsafe", look_up, found, grid) == 0.5
     assert found[0.5]["network"] == -1
 
 
-def test_a_place_is_decided_by_as_many_networks_as_it_takes():
-    class Counting:
-        def __init__(self, failing: int):
-            self.failing, self.totals = failing, []
+@pytest.fixture
+def failing(monkeypatch) -> list[int]:
+    """Networks are not simulated. Those with these numbers fail, counted over all rounds; each stage begins anew."""
+    wrong: list[int] = []
 
-        def reach(self, place: Place, total: int) -> Row:
-            self.totals.append(total)
-            return make_row(count=total, exploded=min(self.failing, total))
+    def simulate(self: Ledger, place: Place, samples: int, seed: int) -> Trajectory:
+        record = self.records[place]
+        V = torch.eye(3, dtype=torch.float64).repeat(samples, 1, 1)
+        for number in range(samples):
+            if record.stage != "search" and record.count + number in wrong:
+                V[number] *= 1e4
+        return Trajectory(torch.zeros(1), V[None], torch.full((samples,), math.inf))
 
-    for failing, most, verdict, totals in (
-        (0, 299, "safe", [8, 16, 32, 64, 128, 256, 299]),
-        (2, 299, "unsafe", [8]),
-        (1, 100, "open", [8, 16, 32, 64, 100]),
-        (1, 1000, "safe", [8, 16, 32, 64, 128, 256, 299, 598]),
-    ):
-        ledger: Any = Counting(failing)
-        assert decide(ledger, Place("network", 0.1, 1.0), 0.01, 299, most) == verdict
-        assert ledger.totals == totals
+    monkeypatch.setattr(Ledger, "simulate", simulate)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("wrong", "samples", "counted", "verdict"),
+    [
+        ([], 299, (0, 299), "safe"),
+        ([100, 101, 102], 299, (1, 101), "open"),
+        ([1], 299, (1, 2), "unsafe"),
+        ([5, 998], 1000, (2, 1000), "safe"),
+    ],
+)
+def test_a_proof_has_fresh_networks_and_ends_at_the_failure_that_denies_it(failing: list[int], wrong, samples, counted, verdict):
+    failing += wrong
+    ledger, place, trial = Ledger(Question(16, 8, 3, 2), seed=0), Place("network", 0.1, 1.0), Trial(0.01, samples)
+    assert ledger.search(place, 8).count == 8
+    assert trial.prove(ledger, 1.0, 0.1) == verdict
+    row = ledger.row(place)
+    assert (row.failed, row.count) == counted  # without the networks of the search
+    assert exact_interval(trial.enough - 1, samples)[1] < 0.01 <= exact_interval(trial.enough, samples)[1]
+
+
+@pytest.mark.parametrize(("wrong", "counted", "verdict"), [([0, 40, 60, 61], (3, 61), "unsafe"), ([0, 40], (2, 74), "open")])
+def test_a_refutation_ends_at_the_failure_that_proves_it_and_is_not_repeated(failing: list[int], wrong, counted, verdict):
+    failing += wrong
+    ledger, trial = Ledger(Question(16, 8, 3, 2), seed=0), Trial(0.01, 299)
+    assert [trial.refute(ledger, 1.0, 0.1) for _ in range(2)] == [verdict] * 2
+    row = ledger.row(Place("network", 0.1, 1.0))
+    assert (row.failed, row.count) == counted
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
+def test_the_risk_of_a_wrong_verdict_is_at_most_five_percent(share: float):
+    """Exactly: a place with just this share is called safe if few of a proof fail, and unsafe if many of a refutation do."""
+    for samples in (count_for_proof(share), 2 * count_for_proof(share)):
+        trial = Trial(share, samples)
+        assert at_most(trial.enough - 1, samples, share) <= 0.05
+        assert 1 - at_most(trial.many - 1, trial.fewer, share) <= 0.05
+
+
+def test_every_stage_draws_other_networks():
+    ledger, place = Ledger(Question(16, 8, 3, 2), seed=0), Place("network", 0.1, 1.0)
+    seeds = {ledger.choose_seed(place, stage, number) for stage in STAGES for number in (0, 8)}
+    assert len(seeds) == 2 * len(STAGES)
 
 
 def test_tokens_that_point_back_are_aligned_and_longer_streams_explode():
@@ -112,15 +152,26 @@ def test_tokens_that_point_back_are_aligned_and_longer_streams_explode():
     mixed = torch.tensor([[1.0, -0.5, 0.2], [-0.5, 1.0, 0.1], [0.2, 0.1, 1.0]], dtype=torch.float64)
     assert mean_absolute_correlation(mixed).item() == pytest.approx(0.8 / 3)
     asked = Question(16, 8, 3, 2, correlation=0.9, growth=2.0)
-    lengths = [1.0, 3.9, 4.1, 1.0, 1.0]  # squared
+    lengths = [1.0, 3.9, 4.1, 1.0, 1.1, 1e-9, 1e-9]  # squared
     V = torch.stack([length * torch.eye(3, dtype=torch.float64) for length in lengths])
-    V[3] = shaped.equicorrelated(3, 0.91)
-    stopped = torch.tensor([math.inf] * 4 + [0.3], dtype=torch.float64)
-    aligned, exploded, correlation, growth = asked.judge(Trajectory(torch.zeros(1), V[None], stopped))
-    assert aligned.tolist() == [False, False, False, True, False]
-    assert exploded.tolist() == [False, False, True, False, True]
-    assert correlation[3].item() == pytest.approx(0.91)
-    assert growth[2].item() == pytest.approx(4.1**0.5)
+    V[3], V[6] = shaped.equicorrelated(3, 0.91), 1e-9 * shaped.equicorrelated(3, 0.91)
+    stopped = torch.tensor([math.inf] * 4 + [0.3] * 3, dtype=torch.float64)  # the last three left the range of floats
+    paths = Trajectory(torch.zeros(1), V[None], stopped)
+    judged = asked.judge(paths)
+    aligned, exploded = judged.failed.T.tolist()
+    assert aligned == [False, False, False, True, False, False, True]
+    assert exploded == [False, False, True, False, True, False, False]
+    assert judged.correlation[3].item() == pytest.approx(0.91)
+    assert judged.growth[2].item() == pytest.approx(4.1**0.5)
+    assert asked.judge(paths, may_grow=True).failed[:, 1].tolist() == [False] * 4 + [True] + [False] * 2
+
+
+def test_a_pre_ln_stream_is_measured_at_the_last_layer_and_may_grow():
+    """Each of 2 branches a layer adds about 1 to the mean squared length."""
+    ledger = Ledger(Question(16, 40, 3, 2, growth=2.0), seed=0)
+    row = ledger.search(Place("Pre-LN", 0.5, 1.0), 16)
+    assert row.growth == pytest.approx(math.sqrt(1 + 2 * 40), rel=0.25)
+    assert row.exploded == 0
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -149,7 +200,7 @@ def test_networks_fail_as_often_as_the_modules():
     asked = Question(n=16, d=6, m=3, heads=2)
     ledger = Ledger(asked, seed=5)
     place = Place("network", 0.6, 0.3)
-    ledger.reach(place, 1024)
+    ledger.search(place, 1024)
     record = ledger.records[place]
     torch.manual_seed(3)
     X = 4.0 * torch.linalg.qr(torch.randn(16, 3)).Q.T  # orthonormal rows times sqrt(n)
@@ -209,6 +260,8 @@ def test_the_answer_says_what_is_proved(below: Any, above: Any, unsafe: bool, pr
     assert advice.best is safe
     assert all(word in advice.sentence for word in words)
     json.dumps(advice.to_dict(), allow_nan=False)
+    assert "A proof was tried" not in str(advice)
+    assert "tried at 3 places: that none of their verdicts is wrong holds with 85 %" in str(replace(advice, info={"proofs": 3}))
     shown = advice.draw()
     assert len(shown.axes) == 2
 
@@ -227,6 +280,7 @@ def test_the_answer_says_what_is_proved(below: Any, above: Any, unsafe: bool, pr
         ({"correlation": 0.1}, ("correlation must", "0.2", "got 0.1")),
         ({"correlation": 1.0}, ("correlation must", "got 1")),
         ({"growth": 1.0}, ("growth must", "got 1")),
+        ({"growth": 1e5}, ("growth must", "10000", "got 100000")),
         ({"share": 0.0}, ("share must", "got 0")),
         ({"share": 0.7}, ("share must", "got 0.7")),
         ({"samples": 5}, ("samples must", "14", "got 5")),

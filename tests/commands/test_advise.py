@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import shaped
+from refusals import refused
 from shaped.advice.question import Question
 from shaped.commands import app as cli
 from shaped.hf import ShapedConfig
@@ -52,10 +53,13 @@ def test_advise_writes_sentence_table_picture_and_numbers(monkeypatch, capsys, t
 
 
 def test_sizes_from_a_config_and_json(monkeypatch, capsys, tmp_path):
-    ShapedConfig(**SIZES, positions="rope", qk_norm=True).save_pretrained(tmp_path / "ours")
+    ShapedConfig(**SIZES, positions="rope", qk_norm=True, c_minus=-0.5).save_pretrained(tmp_path / "ours")
     (tmp_path / "llama.json").write_text(json.dumps({"model_type": "llama"} | SIZES))
     sizes = read_sizes(tmp_path / "ours", 5)
-    assert sizes == {"n": 16, "d": 3, "m": 5, "heads": 2, "mask": None, "qk_norm": True, "rope": 10000.0, "hidden": 24}
+    ours = {"n": 16, "d": 3, "m": 5, "heads": 2, "mask": None, "qk_norm": True, "rope": 10000.0, "hidden": 24, "c_minus": -0.5}
+    assert sizes == ours
+    with refused("activation must be 'relu'", "got 'gelu'"):
+        read_sizes(ShapedConfig(**SIZES, activation="gelu"), 5)
     assert {"mask": "causal", "qk_norm": False, "hidden": 24}.items() <= read_sizes(tmp_path / "llama.json", 5).items()
     Question(**read_sizes(tmp_path / "llama.json", 5))
     asked: dict[str, Any] = {}
@@ -68,6 +72,11 @@ def test_sizes_from_a_config_and_json(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, "--config", str(tmp_path / "ours"), "--tokens", "5", "--json", "--workers", "1", "--out", str(tmp_path)) == 2
     assert sizes.items() <= asked.items()
     assert asked["progress"] is False
+    capsys.readouterr()
+    assert run(monkeypatch, "--config", str(tmp_path / "ours"), "--c-minus", "-1", "--out", str(tmp_path)) == 2
+    assert "c_minus must be left out with a config" in capsys.readouterr().err
+    assert run(monkeypatch, "--config", str(tmp_path / "llama.json"), "--c-minus", "-2", "--workers", "1", "--out", str(tmp_path)) == 2
+    assert asked["c_minus"] == -2.0
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,7 @@ def test_sizes_from_a_config_and_json(monkeypatch, capsys, tmp_path):
         ((*SMALL, "--mask", "triangular"), ("mask must be causal, alibi or a .npy file", "'triangular'")),
         ((*SMALL, "--config", "here"), ("width must be left out with a config", "got 8")),
         (("--config", "nowhere.json"), ("config must be a folder", "'nowhere.json'")),
+        (("--config", "nowhere.json", "--heads", "0"), ("heads must be left out with a config", "got 0")),
         (("--config", "nowhere.json", "--qk-norm"), ("qk_norm must be left out with a config",)),
         ((*SMALL, "--heads", "3"), ("heads must divide", "got 3")),
         ((*SMALL, "--workers", "0"), ("workers must be at least 1",)),

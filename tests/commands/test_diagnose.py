@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    RobertaModel,
+)
 
 from shaped.commands import app as cli
-from shaped.commands.diagnose import choose_stages, format_value
+from shaped.commands.diagnose import choose_stages, draw, format_value
 from shaped.diagnosis.bands import Band
 from shaped.diagnosis.models import load_subject
 
@@ -31,6 +39,11 @@ def model_alone():
 
 def number():
     return 3
+
+def broken():
+    raise RuntimeError("one line" + chr(10) + "and another")
+
+a_number = 3
 """
 
 
@@ -64,10 +77,12 @@ def test_a_config_is_initialised_and_judged(monkeypatch, capsys, tmp_path, confi
     saved = json.loads((out / "diagnosis.json").read_text())
     assert (saved["info"]["name"], saved["info"]["batch"]) == ("small", "input_ids [2, 8], labels [2, 8]")
     assert saved["loss"]["kind"] == "the model's own loss"
-    assert run(monkeypatch, config, "--seeds", "0", "--tokens", "5", "--out", str(out), "--json") == 0
+    assert run(monkeypatch, config, "--seeds", "0", "--tokens", "5", "--out", str(out), "--json", "--no-remedies") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["layers"][1]["name"] == "transformer.h.1"
     assert printed["bands_source"] == "no band was asked for"
+    assert (saved["remedies"], printed["remedies"]) == ([], None)
+    assert "<h1>small: " in (out / "diagnosis.html").read_text()
 
 
 def test_a_folder_with_weights_and_a_tokenizer(tmp_path):
@@ -93,19 +108,52 @@ def test_a_function(monkeypatch, capsys, tmp_path, functions):
     assert "the batch of the function" in shown
 
 
+def test_the_seed_is_also_that_of_a_function(functions):
+    one, again, other = (load_subject(f"{functions}:model_and_batch", seed=seed).batch for seed in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+def test_folders_of_other_tasks_and_with_missing_weights(tmp_path):
+    small: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 20}
+    config = RobertaConfig(**small, max_position_embeddings=12)
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    subject = load_subject(str(tmp_path / "classifier"))
+    assert subject.batch.keys() == {"input_ids"}
+    assert subject.batch["input_ids"].shape == (2, 10)  # positions 0 and 1 of RoBERTa's table are not for tokens
+    subject.model(**subject.batch)
+    assert "drawn" not in subject.about
+    RobertaModel(config).save_pretrained(tmp_path / "headless")
+    place = tmp_path / "headless" / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"architectures": ["RobertaForMaskedLM"]}))
+    one, again = (load_subject(str(tmp_path / "headless")) for _ in range(2))
+    assert "weights are not in the folder and were drawn, such as lm_head" in one.about
+    assert torch.equal(one.model.get_parameter("lm_head.dense.weight"), again.model.get_parameter("lm_head.dense.weight"))
+
+
 def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, tmp_path, config, functions):
     out, wrong = tmp_path / "out", tmp_path / "wrong.json"
     wrong.write_text(json.dumps({"model_type": "no such model"}))
+    (tmp_path / "not_python.py").write_text("def make(:")
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "image_size": 4, "patch_size": 2}
+    images, sizeless = tmp_path / "images.json", tmp_path / "sizeless.json"
+    images.write_text(json.dumps({"model_type": "vit"} | small))
+    sizeless.write_text(json.dumps({"model_type": "segformer", "hidden_sizes": [8, 8, 8, 8], "num_attention_heads": [1, 1, 1, 1]}))
     for arguments, word in (
         ([str(tmp_path / "none")], "model must be a folder with a config.json"),
         ([str(tmp_path)], "model must be a folder with a config.json"),
         ([str(wrong)], "model must be one that transformers can load"),
         (["no_such_package.models:make"], "model must be a function that can be imported"),
         ([f"{functions}:missing"], "model must be a function that can be imported"),
+        ([f"{functions}:broken"], "model must be a function that runs"),
+        ([f"{functions}:a_number"], "model must be a function, as"),
+        (["not_python:make"], "SyntaxError"),
+        ([str(images), "--tokens", "4"], "tokens must not be given for a model of images"),
+        ([str(sizeless)], "model must have an image_size"),
         ([f"{functions}:number"], "returns a torch.nn.Module"),
         ([f"{functions}:model_alone"], "its function must return a batch too"),
         ([f"{functions}:model_and_batch", "--tokens", "4"], "tokens must not be given"),
-        ([config, "--tokens", "0"], "tokens must be at least 1"),
+        ([config, "--tokens", "0"], "tokens must be at least 2"),
         ([config, "--text", str(tmp_path / "none.txt")], "none.txt"),
         ([config, "--text", str(wrong)], "tokenizer"),
     ):
@@ -125,7 +173,11 @@ def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, t
     assert list(out.iterdir()) == []
 
 
-def test_rows_and_arrows():
+def test_rows_and_arrows(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    table = Table("a column of a few words", box=None)
+    table.add_row("0.123456789012345678901234567890↑")
+    assert "0.123456789012345678901234567890↑" in draw(table)
     assert choose_stages(3) == [0, 1, 2, 3]
     chosen = choose_stages(96)
     assert (chosen[:2], chosen[-1], len(chosen)) == ([0, 1], 96, 12)

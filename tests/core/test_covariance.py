@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from shaped import covariance
 from shaped.covariance import (
     FEW,
     correlation,
@@ -57,6 +58,27 @@ def test_factor_of_more_tokens_than_features(m, n, dtype):
     L = factor(V)
     assert L.triu(1).eq(0).all()
     assert ((L @ L.mT - V).abs() <= 16 * torch.finfo(dtype).eps ** 0.5 * 4 * scales * scales.T).all()
+
+
+def test_only_columns_from_the_first_repeated_token_on_are_done_one_by_one(monkeypatch):
+    """In one matrix LAPACK finds the second of two equal tokens, in another it fails there."""
+    X = torch.randn(2, 32, 40, generator=generator(0), dtype=torch.float64)
+    X[:, 20], X[0, 30] = X[:, 3], X[0, 25]
+    V = X @ X.mT / 40
+    V[1, 20, 20] -= 1e-14
+    sizes: list[int] = []
+
+    def factor_by_columns(V, floor, bounded):
+        sizes.append(V.shape[-1])
+        return by_columns(V, floor, bounded)
+
+    by_columns = covariance._cholesky_by_columns
+    monkeypatch.setattr(covariance, "_cholesky_by_columns", factor_by_columns)
+    L = factor(V)
+    assert sizes == [12]
+    assert (L @ L.mT - V).abs().max() < 1e-12
+    floor = V.diagonal(dim1=-2, dim2=-1) * (4 * 32 * torch.finfo(V.dtype).eps)
+    assert torch.allclose(L[..., :20], by_columns(V, floor, True)[0][..., :20], atol=1e-12)
 
 
 @pytest.mark.parametrize("m", [3, FEW + 2])

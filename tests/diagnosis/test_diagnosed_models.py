@@ -1,68 +1,22 @@
 """Every quantity of `observe` against the same quantity by hand, for transformers' families and plain PyTorch models."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from by_hand import check_attention, check_gradients, check_tokens
-from families import FAMILIES, watch_stream  # pyright: ignore[reportMissingImports] (in tests/hf)
 from plain_models import WIDTH, Attributes, CausalGrouped, ListOfLists, PaddedShaped
 from torch import Tensor, nn
-from transformers import AutoModel
+from verify_families import STOCK, compare_family
 
 from shaped.diagnosis import observe
 from shaped.diagnosis.one_pass.losses import project
 from shaped.testing.stats import generator
 
-STOCK = ("gpt2", "bert", "roberta", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_neox", "vit", "modernbert", "olmo2")
-MASK = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-
-
-def observe_eagerly(model: Any, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """The output, the inputs of each softmax over 4 dimensions, and the stream, of a model that materialises its attention."""
-    logits: list[Tensor] = []
-    plain = torch.nn.functional.softmax
-
-    def softmax(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.ndim == 4:
-            logits.append(x.detach())
-        return plain(x, *args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
-    with watch_stream(model, model.config.num_hidden_layers) as stream:
-        output = model(**inputs)
-    monkeypatch.undo()
-    return output, logits, stream
-
 
 @pytest.mark.parametrize("name", STOCK)
-def test_families_of_transformers(name: str, monkeypatch):
-    config = FAMILIES[name](16, 2)
-    torch.manual_seed(3)
-    model: Any = AutoModel.from_config(config, attn_implementation="eager" if name == "gemma2" else "sdpa").double().eval()
-    if name == "vit":
-        inputs, real = {"pixel_values": torch.randn(2, config.num_channels, *config.image_size, generator=generator(1)).double()}, None
-    else:
-        inputs, real = {"input_ids": torch.randint(3, 60, (2, 6), generator=generator(1)), "attention_mask": MASK}, MASK != 0
-    seen = observe(model, inputs)
-    eager = copy.deepcopy(model)
-    eager.set_attn_implementation("eager")
-    output, logits, stream = observe_eagerly(eager, inputs, monkeypatch)
-    project(output.last_hidden_state).backward()
-    (stack,) = seen.stacks
-    assert len(stack.layers) == len(logits) == 2
-    for found, x in zip((stack.entering, *(layer.tokens for layer in stack.layers)), stream, strict=True):
-        check_tokens(found, x, real)
-    for layer, values in zip(stack.layers, logits, strict=True):
-        (call,) = layer.attention.values()
-        check_attention(call, values, real)
-        assert layer.dead == 0.0
-    check_gradients(stack.layers, eager)
-    eager_again = observe(eager, inputs).stacks[0]
-    for layer, values in zip(eager_again.layers, logits, strict=True):
-        (call,) = layer.attention.values()
-        check_attention(call, values, real)
+def test_families_of_transformers(name: str):
+    compare_family(name, width=16, depth=2, tokens=6)
 
 
 @pytest.mark.parametrize("kind", [ListOfLists, Attributes, CausalGrouped, PaddedShaped])

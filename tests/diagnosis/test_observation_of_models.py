@@ -26,28 +26,31 @@ class Changing(nn.Module):
         super().__init__()
         self.body, self.norm, self.drop = ListOfLists(2), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
         self.register_buffer("calls", torch.zeros(()))
-        self.fails = False
+        self.error: BaseException | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         x = self.norm.train()(self.body(x).transpose(1, 2)).transpose(1, 2) + 1e-3 * torch.randn_like(x)
-        if self.fails:
-            raise RuntimeError("a batch\nthat it cannot take")
+        if self.error:
+            raise self.error
         return self.drop(x)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_model_stays_as_it_was(fails: bool):
+@pytest.mark.parametrize("error", [None, RuntimeError("a batch\nthat it cannot take"), KeyboardInterrupt()])
+def test_the_model_stays_as_it_was(error: BaseException | None):
     torch.manual_seed(1)
     model = Changing()
     model.body.eval()
-    model.fails = fails
+    model.error = error
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
     flags = [module.training for module in model.modules()]
     state = {name: value.clone() for name, value in model.state_dict().items()}
     before = torch.get_rng_state()
-    if fails:
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            observe(model, X)
+    elif error:
         with refused("batch", "Changing", "[2, 5, 16]", "a batch that it cannot take"):
             observe(model, X)
     else:

@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import shaped
 from refusals import refused
+from shaped.diagnosis import Diagnosis
+from shaped.diagnosis.bands import Bands
 from shaped.diagnosis.observation import LayerObservation, Observation, StackObservation
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
-from shaped.diagnosis.reinitialised import make_fresh_copy
+from shaped.diagnosis.reinitialised import draw_weights, make_fresh_copy
 from shaped.diagnosis.verdicts import Finding, judge, measure_risk
 from shaped.testing.stats import generator
 
@@ -75,6 +77,17 @@ def test_risk_grows_with_every_excess_and_is_that_of_the_worst_stack():
     assert measure_risk(()) == 0.0
 
 
+def test_a_risk_without_a_verdict_is_explained():
+    near = make_observation(tokens=replace(HEALTHY, correlation=0.92), dead=0.45)
+    found = Diagnosis(near, Bands({}, ""), judge(near))
+    assert found.risk >= 0.5
+    assert not found.verdicts
+    assert "the odds add up (1 at a threshold): dead units 0.82, rank collapse 0.63" in found.remark
+    assert "several thresholds are near" in repr(found)
+    for other in (make_observation(), make_observation(dead=0.6)):
+        assert not Diagnosis(other, Bands({}, ""), judge(other)).remark
+
+
 def test_values_that_are_not_finite_are_a_verdict():
     torch.manual_seed(5)
     model = ListOfLists()
@@ -103,7 +116,7 @@ def test_a_deep_stack_without_residual_branches_collapses():
     found = shaped.diagnose(nn.Sequential(*(Averaging() for _ in range(6))), X, seeds=2)
     assert "rank collapse" in str(found.verdicts)
     assert found.risk > 0.5
-    assert found.bands.source == "2 copies with fresh weights"
+    assert found.bands.source == "2 copies with fresh weights, drawn by each module's reset_parameters"
     band = found.bands.stacks[""]["correlation"]
     assert len(band.mean) == 7
     assert all(low <= mean <= high for low, mean, high in zip(band.low, band.mean, band.high, strict=True))
@@ -118,6 +131,9 @@ def test_fresh_copies_have_the_law_of_the_model():
     one, again, other = (make_fresh_copy(model, seed).get_parameter("transformer.h.0.mlp.c_proj.weight").detach() for seed in (0, 0, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+    drawn = make_fresh_copy(model, 0)
+    draw_weights(drawn, 1)
+    assert torch.equal(drawn.get_parameter("transformer.h.0.mlp.c_proj.weight"), other)
     assert torch.equal(model.transformer.h[0].mlp.c_proj.weight, before)
     for copied in (one, other):  # the residual branches' last matrices are divided by sqrt(2 · depth)
         assert float(copied.std()) == pytest.approx(0.02 / 2.0, abs=5 * 0.01 / (2 * copied.numel()) ** 0.5)
@@ -155,7 +171,8 @@ def test_bands_of_a_known_family_are_predicted():
 def test_what_is_saved_is_json_without_nan(tmp_path):
     torch.manual_seed(9)
     found = shaped.diagnose(Attributes(), X, seeds=1)
-    (path,) = found.save(tmp_path / "out")
+    path, page = found.save(tmp_path / "out")
+    assert page.name == "diagnosis.html"
     read = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
     assert read["risk"] == found.risk
     assert [row["name"] for row in read["layers"]] == ["first", "second"]

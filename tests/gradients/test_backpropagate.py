@@ -149,7 +149,7 @@ def test_layers_that_are_run_again_change_no_bit(dtype):
 
 
 def test_blocks_may_run_anywhere(monkeypatch):
-    monkeypatch.setattr(simulation, "MOST", 2)
+    monkeypatch.setattr(simulation, "MOST", {"cpu": 2, "cuda": 2})
     here = shaped.backpropagate(ATTENTION, V0, **OPTIONS)
     with ThreadPoolExecutor(1) as executor:
         there = shaped.backpropagate(ATTENTION, V0, **OPTIONS, executor=executor)
@@ -168,7 +168,7 @@ def test_blocks_may_run_anywhere(monkeypatch):
 
 def test_memory_is_bounded():
     """By fewer networks in a block, and where one is too large, by fewer layers at a time."""
-    assert simulation.plan(1e3, 10, CPU) == (simulation.MOST, 10)
+    assert simulation.plan(1e3, 10, CPU) == (simulation.MOST["cpu"], 10)
     assert simulation.plan(1e6, 100, CPU) == (10, 100)
     assert simulation.plan(2.0**28, 100, CPU) == (1, 4)
     assert simulation.plan(2.0**31, 100, CPU) == (1, 1)
@@ -249,6 +249,7 @@ def test_layers_of_users_need_nothing_more():
         ({"loss": lambda outputs: None}, "loss must return one number for each network, .* got None"),
         ({"loss": lambda outputs: squared_error(outputs.detach())}, "loss must be differentiable"),
         ({"loss": lambda outputs: squared_error(outputs) / 0.0}, "loss must be finite, got inf"),
+        ({"loss": lambda outputs: squared_error(0.0 * outputs + 1.0).sqrt()}, "loss must have a finite gradient, .*, got nan"),
         ({"loss": lambda outputs: None, "executor": ThreadPoolExecutor()}, "loss must be a function of a module"),
         ({"layer": 3}, "layer must be a layer"),
         ({"layer": shaped.ShapedAttention(0.5, heads=3)}, "heads must divide the width n = 8"),

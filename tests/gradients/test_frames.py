@@ -1,9 +1,12 @@
 """Layers that commute with rotations: few coordinates have the law of all n features."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from autograd_networks import LAYERS, UNSHAPED, assert_one_law, cross_entropy, simulate, squared_error
-from torch import Tensor
+from torch import Tensor, nn
 
 import shaped
 from shaped.gradients import network
@@ -92,4 +95,24 @@ def test_collapsed_tokens_have_the_same_law_in_single_precision(layer):
     ],
 )
 def test_only_layers_that_commute_with_rotations_have_frames(layer, n, framed):
-    assert network.WeightlessLayer(layer, Sizes(n), shaped.equicorrelated(3, 0.2)[None]).framed is framed
+    assert network.WeightlessLayer(layer, Sizes(n), ALIKE, 3).framed is framed
+    assert not network.WeightlessLayer(layer, Sizes(n), ALIKE).framed, "tokens that are given have n features"
+
+
+class Reversed(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(-input)
+
+
+@dataclass(frozen=True)
+class Made(shaped.ShapedAttention):
+    """A layer of a user, whose module is a Sequential that computes something else."""
+
+    def module(self, n: int, n_k: int | None = None, **draw: Any) -> nn.Module:
+        return Reversed(super().module(n, n_k, **draw))
+
+
+def test_modules_of_users_run_as_they_are():
+    made = network.WeightlessLayer(Made(0.5), Sizes(16), ALIKE, 3)
+    assert not made.framed
+    assert type(made.module) is Reversed

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from verify_gradients import Setting, compare, judge, make_settings, observe
+from verify_gradients import Finished, Setting, compare, judge, make_settings, observe
 
 import shaped
 from shaped.testing.stats import generator
@@ -62,3 +62,17 @@ def test_settings_have_seeds_of_their_own():
     settings = list(make_settings(100, "cpu", subset=False))
     assert len({setting.number for setting in settings}) == len(settings) == 60
     assert len(list(make_settings(100, "cpu", subset=True))) == 15
+
+
+def test_a_run_goes_on_with_what_was_finished(tmp_path, monkeypatch):
+    """An interrupted line is found again, and an old result keeps its commit: the code may have changed since."""
+    path = tmp_path / "found.jsonl"
+    monkeypatch.setattr("verify_gradients.find_commit", lambda: "old")
+    Finished(path).find("one", lambda: {"ks": {"D": 0.1}})
+    with path.open("a") as file:
+        file.write('\n{"two": {"ks": {"loss": {"D": 0.1}}')
+    monkeypatch.setattr("verify_gradients.find_commit", lambda: "new")
+    for _ in range(2):
+        finished = Finished(path)
+        assert finished.find("one", dict) == {"ks": {"D": 0.1}, "commit": "old"}
+        assert finished.find("two", dict) == {"commit": "new"}

@@ -11,6 +11,7 @@ Finished settings are kept in a file of JSON lines beside `--out`; the same comm
 """
 
 import argparse
+import contextlib
 import json
 import math
 import platform
@@ -115,18 +116,17 @@ class Setting:
 
 
 class Finished:
-    """What was found already, by name, in a file of JSON lines; without a path nothing is kept."""
+    """What was found already, by name, in a file of JSON lines, each with the commit that found it; without a path nothing is kept."""
 
     def __init__(self, path: Path | None):
         self.path, self.found = path, dict[str, dict[str, Any]]()
-        lines = path.read_text().splitlines() if path and path.exists() else []
-        for line in lines:
-            if line.endswith("}}"):  # an interrupted write ends without
+        for line in path.read_text().splitlines() if path and path.exists() else []:
+            with contextlib.suppress(ValueError):  # a line that was interrupted is no JSON
                 self.found |= json.loads(line)
 
     def find(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if name not in self.found:
-            self.found[name] = make()
+            self.found[name] = make() | {"commit": find_commit()}
             if self.path:
                 with self.path.open("a") as file:
                     file.write(f"\n{json.dumps({name: self.found[name]})}\n")
@@ -311,7 +311,7 @@ def main() -> None:
         print(f"WRONG: {line}")
     if options.out:
         environment = {
-            "commit": find_commit(),
+            "commits": sorted({str(found.get("commit")) for found in (*results, *scaling)}),
             "shaped": shaped.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),

@@ -166,6 +166,28 @@ def test_what_cannot_be_shaped_or_made_plain_is_refused():
         hf.shape(empty)
 
 
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_the_weight_of_the_branch(make, tmp_path):
+    """It multiplies what the attention returns, also its matrices, and is saved with the model. Configs without it are read as before."""
+    model, given = made(make, "sdpa").float(), inputs(make.__name__)
+    full, weak = (hf.shape(copy.deepcopy(model), gamma=gamma) for gamma in (1.0, 0.25))
+    one, other = (shaped(**given, output_attentions=True).attentions[0] for shaped in (full, weak))
+    torch.testing.assert_close(0.25 * one, other)
+    expected = weak(**given).logits
+    assert not torch.equal(expected, full(**given).logits)
+    weak.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(**given).logits, expected)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["shaped"].pop("gamma") == 0.25
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(type(model).from_pretrained(tmp_path)(**given).logits, full(**given).logits)
+    with refused("gamma", "0.25"):
+        hf.vanilla(weak)
+    for wrong in (0.0, -1.0, math.nan):
+        with refused("gamma", str(wrong)):
+            hf.shape(model, gamma=wrong)
+
+
 def test_gains_that_a_checkpoint_lacks_start_where_they_should(tmp_path):
     made(bert, "sdpa").float().save_pretrained(tmp_path)
     kind, config = bert()

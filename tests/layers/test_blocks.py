@@ -266,3 +266,17 @@ def test_the_gram_matrix_of_one_sample_leaves_nothing_out(gated, bias, dtype):
         parts.append(H * (stream.normal(count, F.shape[-1]) @ F[0].T) if gated else H)
     H = torch.cat(parts)
     torch.testing.assert_close(K, H.T @ H)
+
+
+def test_the_stream_is_factored_once_for_shortcut_and_branch(monkeypatch):
+    """A factor takes half of the time of a deep network with many tokens in float32."""
+    seen: list[Tensor] = []
+
+    def count(V: Tensor) -> Tensor:
+        seen.append(V)
+        return factor(V)
+
+    for module in ("shaped.covariance", "shaped.layers.blocks"):
+        monkeypatch.setattr(f"{module}.factor", count)
+    shaped.propagate(ResidualBlock(feedforward()), V0, n=N, d=1, samples=2, seed=0)
+    assert len(seen) == 2  # of the stream and of the branch

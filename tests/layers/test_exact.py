@@ -354,3 +354,22 @@ def test_hidden_features_do_not_depend_on_the_layout_of_the_batch():
 
 def test_blocks_of_tokens_are_sized_by_all_their_features():
     assert TokenSteps(shaped.ShapedPerceptron(), Sizes(10)).count_entries(3) == 30
+
+
+def test_heads_with_fewer_features_than_tokens_multiply_in_the_cheaper_order():
+    """Six tokens, heads of two features: the same numbers as in the order of the formula."""
+    layer, sizes = shaped.ShapedAttention(0.5, 0.3, heads=2, project=True), Sizes(4, 2)
+    L = factor(random_covariance(6, 6, (2,)))
+
+    def start() -> Stream:
+        return Stream(3, 0, dtype=torch.float64, device=torch.device("cpu"))
+
+    stream = start()
+    T = stream.bartlett(L, 6, 2)
+    logits = L @ T @ (0.7 * stream.matrices(L, 2, 6)) @ L.mT
+    assert torch.allclose(layer.plain_logits(L, 2, 0.7, start()), logits, rtol=1e-12, atol=1e-12)
+    stream = start()
+    heads = [layer.attention(None, L, sizes, stream) for _ in range(2)]
+    roots = [A @ L @ stream.bartlett(L, 6, 2) for A in heads]
+    (F,) = layer.branch(L, sizes, start())
+    assert torch.allclose(F @ F.mT, sum((root @ root.mT for root in roots), torch.zeros(())) / 4, rtol=1e-9, atol=1e-9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,6 +22,14 @@ from shaped.trajectory import Trajectory
 PLAIN: dict[str, Any] = {"identity": False, "centre": False, "temperature": False}
 COMPARED = ("unshaped", "Pre-LN", "Post-LN")
 """Blocks of the same size to compare with. Unshaped: softmax attention and ReLU, with gains as the shaped block, without norms."""
+
+
+class Judged(NamedTuple):
+    """Of each path: does it align, does it explode; its mean absolute correlation; how much its stream's length grew."""
+
+    failed: Bool[Tensor, "sample 2"]
+    correlation: Float[Tensor, " sample"]
+    growth: Float[Tensor, " sample"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +70,13 @@ class Question:
         in_range("rho", self.rho, 0.0, 1.0)
         if not self.rho < in_range("correlation", self.correlation, 0.0, 1.0) < 1.0:
             raise ValueError(f"correlation must lie above rho = {self.rho:g}, where tokens start, and below 1, got {self.correlation}")
-        if not positive("growth", self.growth, 1e6) > 1.0:
+        if not positive("growth", self.growth, 1e4) > 1.0:  # lengths of more than 6e4 leave the safe part of float32
             raise ValueError(f"growth must be above 1, the length at the start, got {self.growth}")
-        if not in_range("share", self.share, 0.0, 0.5) >= 1e-4:
-            raise ValueError(f"share must be at least 0.0001: fewer failures take too many networks to see, got {self.share}")
+        in_range("share", self.share, 1e-4, 0.5)  # fewer failures take too many networks to see
         self.network(0.5, 1.0).check_sizes(Sizes(self.n, None))
 
     def start(self, m: int | None = None) -> Float[Tensor, "m m"]:
         return equicorrelated(self.m if m is None else m, self.rho)
-
-    @property
-    def upper(self) -> float:
-        """An eigenvalue of V at which a path stops. Its sum of eigenvalues, m times the mean squared length, is then beyond the bound."""
-        return self.growth**2 * self.m
 
     def attention(self, gamma: float, tau0: float, m: int | None = None, **how: Any) -> ShapedAttention:
         mask = self.mask[..., :m, :m] if isinstance(self.mask, Tensor) else self.mask
@@ -106,12 +108,16 @@ class Question:
             return PreLN(attention) >> self.feedforward(shaped=False, norm=norm)
         return PostLN(attention) >> self.feedforward(shaped=False, after=norm)
 
-    def judge(self, paths: Trajectory) -> tuple[Bool[Tensor, " sample"], Bool[Tensor, " sample"], Tensor, Tensor]:
-        """Which paths align and which explode; their mean absolute correlation and growth of the stream's length at the last layer."""
-        V = paths.V[-1].double()
-        correlation, growth = mean_absolute_correlation(paths.rho[-1].double()), V.diagonal(dim1=-2, dim2=-1).mean(-1).sqrt()
-        exploded = paths.stopped.isfinite() | (growth > self.growth).cpu()
-        return (correlation > self.correlation).cpu() & ~exploded, exploded, correlation.cpu(), growth.cpu()
+    def judge(self, paths: Trajectory, *, may_grow: bool = False) -> Judged:
+        """Which paths fail at the last layer. With `may_grow` a path explodes only if it leaves the range of floats.
+
+        A path that left it upwards or downwards stopped there. One that shrank to nothing is judged by its correlation.
+        """
+        V = paths.V[-1].double().cpu()
+        correlation, growth = mean_absolute_correlation(paths.rho[-1].double().cpu()), V.diagonal(dim1=-2, dim2=-1).mean(-1).sqrt()
+        exploded = (paths.stopped.isfinite() & (growth > 1.0)) | (growth > (math.inf if may_grow else self.growth))
+        aligned = (correlation > self.correlation) & ~exploded
+        return Judged(torch.stack((aligned, exploded), -1), correlation, growth)
 
     def describe(self) -> dict[str, Any]:
         """For JSON."""

@@ -155,6 +155,11 @@ def describe_terms(advice: Advice) -> Iterator[str]:
     yield "limit: paths of the covariance SDE of the same block, with n hidden features."
     spreads = [row.gradient for row in (*advice.rows, *advice.compared) if row.gradient is not None]
     if spreads:
-        of = f"{spreads[0].networks} networks with {spreads[0].tokens} tokens"
+        fewest, most = min(spread.networks for spread in spreads), max(spread.networks for spread in spreads)
+        of = f"{most if fewest == most else f'{fewest} to {most}'} networks with {spreads[0].tokens} tokens"
         yield f"gradients: squared gradient of the first layer's tokens over that of the last layer's; median of {of}, and its interval."
-    yield "A Pre-LN stream grows by design: its norms undo the growth inside the branches."
+    yield "A Pre-LN stream grows by design, and its norms undo that inside the branches: there it is no explosion."
+    tried = advice.info.get("proofs", 0)
+    if tried > 1:
+        confidence = max(0, 100 - 5 * tried)
+        yield f"A proof was tried at {tried} places: that none of their verdicts is wrong holds with {confidence} % confidence."

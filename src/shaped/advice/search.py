@@ -1,11 +1,13 @@
-"""advise: finds the largest safe gamma. A coarse search by few samples comes first, then the proof by many where the answer lies."""
+"""advise: finds the largest safe gamma. A coarse search by few samples comes first, then the proof by many fresh ones."""
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +62,10 @@ def advise(
     and both branches have the weight gamma.
 
     For each tau0, a search by few networks finds where they begin to fail. It assumes that more fail at a larger gamma. The largest gamma
-    that it finds is then to be proved: networks are added until the exact interval of the failing share lies below `share`. If that
-    fails, the next smaller candidate is tried. Then networks are added at the next gamma, until their interval lies above `share`. Each
-    end of an interval holds with 95 % confidence; not all of them do so together.
+    that it finds is then to be proved by fresh networks, which the search did not see: the exact interval of the failing share is to lie
+    below `share`. Their number is fixed before; they end early at the failure that denies it. If so, the next smaller candidate is
+    tried. Then fresh networks show whether the next gamma is unsafe. Each end of an interval holds with 95 % confidence; not all of them
+    do so together.
 
     Args:
         n, d, m: width, depth and number of tokens.
@@ -74,7 +77,8 @@ def advise(
         rho: correlation of the tokens at the start. Their length is 1.
         correlation, growth: the bounds beyond which a network fails.
         share: the share of networks that may fail.
-        samples: most networks at a place of the grid; by default as many as prove the share if none fails, 299 for 1 %.
+        samples: networks of a proof; by default as many as prove the share if none fails, 299 for 1 %. With more, some may fail. A quarter
+            of them show whether a gamma is unsafe.
         seed: the same seed gives the same numbers, whatever the executor.
         device, executor, progress: as in `solve`.
         tell: is called with each row as it is found.
@@ -83,26 +87,26 @@ def advise(
     temperatures = check_temperatures(tau0, asked.n)
     grid = check_gammas(gammas)
     least = count_for_proof(asked.share)
-    most = least if samples is None else whole_number("samples", samples, least)
+    trial = Trial(asked.share, least if samples is None else whole_number("samples", samples, least))
     began = time.perf_counter()
     ledger = Ledger(asked, whole_number("seed", seed, least=0), device, executor, progress, tell)
     found: dict[float, dict[str, int]] = {}
     for one in temperatures:
-        below = find_boundary(lambda gamma, t=one: is_good(ledger.reach(Place("limit", gamma, t), FEW_PATHS), share), grid)
+        below = find_boundary(lambda gamma, t=one: is_good(ledger.search(Place("limit", gamma, t), FEW_PATHS), share), grid)
         found[one] = {"limit": below}
     for one in temperatures:
-        found[one]["network"] = find_boundary(lambda gamma, t=one: is_good(ledger.reach(Place("network", gamma, t), FEW), share), grid)
-    best = prove(lambda one, gamma: decide(ledger, Place("network", gamma, one), share, least, most), found, grid)
-    enclose(lambda gamma: decide(ledger, Place("network", gamma, best), share, least, 8 * FEW), found[best]["network"] + 2, grid)
+        found[one]["network"] = find_boundary(lambda gamma, t=one: is_good(ledger.search(Place("network", gamma, t), FEW), share), grid)
+    best = prove(partial(trial.prove, ledger), partial(trial.refute, ledger), found, grid)
+    enclose(partial(trial.refute, ledger, best), found[best]["network"] + 1, grid)
     for one in temperatures:
         if found[one]["network"] >= 0:
             place = Place("network", grid[found[one]["network"]], one)
-            ledger.reach(place, FEW)
+            ledger.search(place, FEW)
             ledger.backpropagate(place)
     compared = compare_blocks(ledger, grid[max(0, found[best]["network"])], best)
     boundaries = [make_boundary(ledger, law, one, found[one][law], grid) for one in temperatures for law in ("network", "limit")]
     answer = next(one for one in boundaries if one.law == "network" and one.tau0 == best)
-    info = {"seed": seed, "samples": most, "seconds": round(time.perf_counter() - began, 1)}
+    info = {"seed": seed, "samples": trial.samples, "proofs": trial.proofs, "seconds": round(time.perf_counter() - began, 1)}
     return Advice(asked, boundaries, ledger.rows(), compared, answer, info)
 
 
@@ -150,18 +154,35 @@ def find_boundary(is_safe: Callable[[float], bool], grid: Sequence[float]) -> in
     return safe
 
 
-def decide(ledger: Ledger, place: Place, share: float, least: int, most: int) -> str:
-    """Adds networks until the place is safe or unsafe; "open" if `most` do not tell. The numbers double, so that there are few looks."""
-    total, verdict = FEW, "open"
-    while verdict == "open":
-        verdict = ledger.reach(place, min(total, most)).verdict(share)
-        if total >= most:
-            break
-        total = least if total < least <= 2 * total else 2 * total
-    return verdict
+class Trial:
+    """Decides places by fresh networks, which the search did not see. So a verdict does not depend on how the place was found."""
+
+    def __init__(self, share: float, samples: int):
+        """`samples`: networks of a proof. A refutation has a quarter of them: it only has to see failures."""
+        self.share, self.samples, self.fewer = share, samples, max(FEW, samples // 4)
+        self.enough = bisect_left(range(samples), True, key=lambda failed: exact_interval(failed, samples)[1] >= share)
+        self.many = bisect_left(range(self.fewer), True, key=lambda failed: exact_interval(failed, self.fewer)[0] > share)
+        self.proofs = 0
+
+    def prove(self, ledger: Ledger, tau0: float, gamma: float) -> str:
+        """Is this place safe? The networks end at the failure that denies it."""
+        self.proofs += 1
+        return ledger.draw(Place("network", gamma, tau0), "proof", self.samples, self.enough).verdict(self.share)
+
+    def refute(self, ledger: Ledger, tau0: float, gamma: float) -> str:
+        """Is this place unsafe? The networks end at the failure that proves it. A place that is known to be unsafe is left as it is."""
+        place = Place("network", gamma, tau0)
+        record = ledger.records.get(place)
+        if record is not None and (record.stage == "refutation" or ledger.row(place).verdict(self.share) == "unsafe"):
+            return ledger.row(place).verdict(self.share)
+        return ledger.draw(place, "refutation", self.fewer, self.many).verdict(self.share)
 
 
-def prove(decide: Callable[[float, float], str], found: dict[float, dict[str, int]], grid: Sequence[float]) -> float:
+Decide = Callable[[float, float], str]
+"""The verdict at a tau0 and a gamma."""
+
+
+def prove(decide: Decide, refute: Decide, found: dict[float, dict[str, int]], grid: Sequence[float]) -> float:
     """The tau0 with the largest gamma that is proved to be safe. `found` has the candidates, and then the last safe place of this tau0.
 
     The best candidate is decided first. If it is not safe, its tau0 goes on with the next smaller gamma.
@@ -174,16 +195,18 @@ def prove(decide: Callable[[float, float], str], found: dict[float, dict[str, in
             return best
         if decide(best, grid[place]) != "safe":
             found[best]["network"] -= 1
-        elif place + 1 < len(grid) and decide(best, grid[place + 1]) == "safe":
-            found[best]["network"] += 1
-        else:
-            return best
+            continue
+        while place + 1 < len(grid) and refute(best, grid[place + 1]) == "safe":
+            place += 1
+        found[best]["network"] = place
+        return best
 
 
-def enclose(decide: Callable[[float], str], place: int, grid: Sequence[float]) -> None:
-    """Goes up from this place until a gamma is unsafe."""
-    while place < len(grid) and decide(grid[place]) != "unsafe":
-        place += 1
+def enclose(refute: Callable[[float], str], place: int, grid: Sequence[float]) -> None:
+    """Goes up from this place, a few steps, until a gamma is unsafe."""
+    for gamma in grid[place : place + COARSE]:
+        if refute(gamma) == "unsafe":
+            return
 
 
 def make_boundary(ledger: Ledger, law: str, tau0: float, below: int, grid: Sequence[float]) -> Boundary:
@@ -198,5 +221,5 @@ def compare_blocks(ledger: Ledger, gamma: float, tau0: float) -> list[Row]:
     """What blocks without shaping do at the gamma of the answer."""
     places = [Place(name, gamma, tau0) for name in COMPARED]
     for place in places:
-        ledger.reach(place, FEW)
+        ledger.search(place, FEW)
     return [ledger.backpropagate(place) for place in places]

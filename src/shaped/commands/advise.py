@@ -48,7 +48,10 @@ def advise(
     hidden: Annotated[
         int | None, typer.Option(help="Width inside the feed-forward layers.", show_default="4 width", rich_help_panel=LAYER)
     ] = None,
-    c_minus: options.CMinus = -1.0,
+    c_minus: Annotated[
+        float | None,
+        typer.Option(help="Shaped ReLU: negative slope is 1 + c_minus/sqrt(n).", show_default="-1", rich_help_panel=LAYER),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="Read the sizes from this model's config.json.", rich_help_panel=LAYER, **CONFIG),
@@ -97,7 +100,6 @@ def advise(
     with open_executor(workers, scheduler) as executor:
         advice = shaped.advise(
             **asked,
-            c_minus=c_minus,
             tau0=temperatures,
             rho=rho,
             correlation=correlation,
@@ -120,20 +122,24 @@ def choose_sizes(given: dict[str, Any]) -> dict[str, Any]:
     """The sizes as the library names them, from the options or from a config."""
     if given["config"] is not None:
         for name in (*FROM_CONFIG, "mask", "qk_norm"):
-            if given[name] not in (None, False):
+            if given[name] is not None and given[name] is not False:  # 0 is refused too
                 raise ValueError(f"{name} must be left out with a config, which determines it, got {given[name]}")
         if not find_spec("transformers"):
             raise ValueError("config needs transformers (pip install 'shaped-transformer[hf]')")
         from shaped.hf.prediction.sizes import read_sizes
 
-        return read_sizes(given["config"], given["tokens"])
+        sizes = read_sizes(given["config"], given["tokens"])
+        if given["c_minus"] is not None and "c_minus" in sizes:
+            raise ValueError(f"c_minus must be left out with a config, which determines it, got {given['c_minus']}")
+        return sizes if given["c_minus"] is None else sizes | {"c_minus": given["c_minus"]}
     for name in ("width", "depth"):
         if given[name] is None:
             raise ValueError(f"{name} must be given without a config, got none")
     heads = 8 if given["heads"] is None else given["heads"]
     mask = None if given["mask"] == "none" else read_mask(given["mask"] or "causal", given["tokens"], heads)
     named = {"n": given["width"], "d": given["depth"], "m": given["tokens"], "heads": heads, "mask": mask}
-    return named | {name: given[name] for name in ("qk_norm", "rope", "hidden")}
+    named |= {name: given[name] for name in ("qk_norm", "rope", "hidden")}
+    return named if given["c_minus"] is None else named | {"c_minus": given["c_minus"]}
 
 
 def parse_numbers(name: str, text: str) -> tuple[float, ...]:

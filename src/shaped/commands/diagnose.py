@@ -35,22 +35,25 @@ def diagnose(
     text: Annotated[Path | None, typer.Option(help="Text for the model; by default random tokens.", **TEXT)] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence; 128, or the model's positions.")] = None,
     sequences: Annotated[int | None, typer.Option(help="Sequences in the batch; 2 by default.")] = None,
-    seeds: Annotated[int, typer.Option(help="Initialisations for the bands; 0 for none.", rich_help_panel=SOLVER)] = 8,
+    seeds: Annotated[
+        int | None, typer.Option(help="Initialisations for the bands: 0 for none; 8, or fewer of a large model.", rich_help_panel=SOLVER)
+    ] = None,
+    remedies: Annotated[bool, typer.Option(help="Try remedies for each verdict.")] = True,
     seed: options.Seed = 0,
     out: options.Out = Path("out"),
     as_json: options.Json = False,
 ) -> None:
     """Check a model: what it does to its tokens and gradients, layer by layer, in one forward and one backward pass.
 
-    It says which rules find a risk, with layer, value, threshold and source.
+    It says which rules find a risk, with layer, value, threshold and source, and what remedies that it tried do to the value.
     """
-    for name, value in (("tokens", tokens), ("sequences", sequences)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    for name, value, least in (("tokens", tokens, 2), ("sequences", sequences, 1)):  # one token has no pair and no next one
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
     began = time.perf_counter()
     subject = load_subject(model, text=text, tokens=tokens, sequences=sequences, seed=seed)
     check_folder(out)
-    found = shaped.diagnose(subject.model, subject.batch, seeds=seeds, seed=seed)
+    found = shaped.diagnose(subject.model, subject.batch, seeds=seeds, seed=seed, remedies=remedies)
     found.info.update(name=subject.name, about=subject.about)
     written = found.save(out)
     lines = Lines()
@@ -58,7 +61,9 @@ def diagnose(
         lines.say(json.dumps(found.to_json(), allow_nan=False))
     else:
         lines.say(f"{subject.name}: risk {found.risk:.2f}")
-        lines.say(found.verdicts)
+        lines.say(describe_verdicts(found))
+        if found.remark:
+            lines.say(found.remark)
         for table in make_tables(found):
             lines.say(draw(table))
         lines.say(f"↑ ↓: above or below the band at initialisation, {found.bands.source}")
@@ -66,6 +71,14 @@ def diagnose(
         lines.say(f"{time.perf_counter() - began:.1f} s; seed {seed}")
         lines.say(f"written: {' '.join(map(str, written))}")
     lines.end(out)
+
+
+def describe_verdicts(found: shaped.Diagnosis) -> str:
+    """Each verdict, and below it what was tried."""
+    lines = []
+    for finding in found.verdicts:
+        lines += [str(finding), *(f"  {trial}" for trial in (found.remedies.of(finding) if found.remedies else ()))]
+    return "\n".join(lines) or str(found.verdicts)
 
 
 def make_tables(found: shaped.Diagnosis) -> list[Table]:
@@ -103,8 +116,12 @@ def format_value(values: list[float], band: Any, stage: int, depth: int) -> str:
 
 
 def draw(table: Table) -> str:
+    """At its full width, also where the terminal is narrower: numbers are not cut."""
     from rich.console import Console
+    from rich.measure import Measurement
 
     drawn, terminal = io.StringIO(), Console()
-    Console(file=drawn, width=terminal.width, force_terminal=terminal.is_terminal).print(table)
+    wide = Console(width=1000)
+    width = max(terminal.width, Measurement.get(wide, wide.options, table).maximum)
+    Console(file=drawn, width=width, force_terminal=terminal.is_terminal).print(table)
     return drawn.getvalue().rstrip("\n")

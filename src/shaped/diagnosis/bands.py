@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,14 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.curves import Curves, list_curves
-from shaped.diagnosis.observation import Observation, observe
+from shaped.diagnosis.observation import Observation, find_device, observe
 from shaped.diagnosis.one_pass.losses import Loss
-from shaped.diagnosis.reinitialised import make_fresh_copy
+from shaped.diagnosis.one_pass.stack import iterate_values
+from shaped.diagnosis.reinitialised import describe_drawing, draw_weights, make_fresh_copy
 
 PREDICTED = {"correlation": "rho", "rank": "rank", "length": "length", "entropy": "entropy"}
 """Curves that `shaped.hf.predict` has, and their names there."""
 FEW_TOKENS, MOST_TOKENS = 128, 512
 """Up to the first, four models are predicted for each copy that would be made; beyond the second a prediction takes longer than a copy."""
+SEEDS = 8
+"""Initialisations where the caller names no number."""
+LONG = 2e11
+"""Parameters times tokens, of all copies together, where the caller names no number and the model is on the CPU: about half a minute on
+two cores (benchmarks/studies/diagnosis_cost.py). A number of seconds would make the result depend on what else runs."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,24 @@ class Bands:
     """Where they come from, or why there are none, in words."""
 
 
-def measure_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | None, seeds: int, seed: int) -> Bands:
-    """Bands of `seeds` initialisations. `predict` is asked first: it needs no copy of the model."""
-    if not seeds:
+def measure_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | None, seeds: int | None, seed: int) -> Bands:
+    """Bands of `seeds` initialisations; None: SEEDS, and fewer copies of a large model. `predict` is asked first: it needs no copy."""
+    if seeds == 0:
         return Bands({}, "no band was asked for")
     model = getattr(model, "_orig_mod", model)
-    return predict_bands(model, batch, seen, seeds=seeds, seed=seed) or copy_bands(model, batch, seen, loss=loss, seeds=seeds, seed=seed)
+    predicted = predict_bands(model, batch, seen, seeds=seeds or SEEDS, seed=seed)
+    return predicted or copy_bands(model, batch, seen, loss=loss, seeds=seeds or choose_copies(model, batch, seen), seed=seed)
+
+
+def choose_copies(model: nn.Module, batch: Any, seen: Observation) -> int:
+    """SEEDS, or as many as LONG allows, but at least two."""
+    if find_device(model).type != "cpu":
+        return SEEDS
+    first = next((value for value in iterate_values(batch) if isinstance(value, Tensor) and value.ndim >= 2), None)
+    longest = max(stack.entering.tokens for stack in seen.stacks)
+    tokens = longest if first is None else math.prod(first.shape[:2]) if first.ndim < 4 else len(first) * longest
+    work = sum(parameter.numel() for parameter in model.parameters()) * max(1, tokens)
+    return max(2, min(SEEDS, int(LONG / work)))
 
 
 def predict_bands(model: nn.Module, batch: Any, seen: Observation, *, seeds: int, seed: int) -> Bands | None:
@@ -52,6 +71,8 @@ def predict_bands(model: nn.Module, batch: Any, seen: Observation, *, seeds: int
     config = getattr(model, "config", None)
     if ids is None or config is None or len(seen.stacks) != 1 or not find_spec("transformers") or not 2 <= len(ids) <= MOST_TOKENS:
         return None
+    if getattr(config, "attn_logit_softcapping", None) and getattr(config, "_attn_implementation", "") == "sdpa":
+        return None  # transformers' fused attention leaves the soft cap out, so this model does not do what its config says
     from shaped.hf import predict
 
     samples = seeds * (4 if len(ids) <= FEW_TOKENS else 1)
@@ -68,16 +89,18 @@ def predict_bands(model: nn.Module, batch: Any, seen: Observation, *, seeds: int
 def copy_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | None, seeds: int, seed: int) -> Bands:
     """From copies of the model with fresh weights, all curves."""
     curves: dict[str, list[Curves]] = {stack.name: [] for stack in seen.stacks}
+    try:
+        fresh = make_fresh_copy(model, seed)
+    except ValueError as error:
+        return Bands({}, f"no band: {error}")
     for number in range(seeds):
-        try:
-            fresh = make_fresh_copy(model, seed + number)
-        except ValueError as error:
-            return Bands({}, f"no band: {error}")
+        if number:  # one copy for all: several would stay in memory until they are collected
+            draw_weights(fresh, seed + number)
         for stack in observe(fresh, batch, loss).stacks:
             curves.setdefault(stack.name, []).append(list_curves(stack))
-        del fresh  # before the next copy is made
     stacks = {stack: {name: make_band([one[name] for one in copies]) for name in copies[0]} for stack, copies in curves.items() if copies}
-    return Bands(stacks, f"{seeds} copies with fresh weights")
+    copies = f"{seeds} {'copy' if seeds == 1 else 'copies'} with fresh weights"
+    return Bands(stacks, f"{copies}, {describe_drawing(model)}")
 
 
 def make_band(copies: list[list[float]]) -> Band:

@@ -42,40 +42,58 @@ def load_subject(
         seed: of the weights and of the random tokens.
     """
     if ":" in model and not Path(model).exists():
-        made, batch = call_function(model)
+        made, batch = call_function(model, seed)
         if batch is not None:
             ignored = {"text": text, "tokens": tokens, "sequences": sequences}
             for name, value in ignored.items():
                 if value is not None:
                     raise ValueError(f"{name} must not be given where the function returns a batch itself, got {value}")
             return Subject(made, batch, model, "the batch of the function")
-        folder = None
+        folder, missing = None, []
     else:
-        made, folder = load_from_disk(model, seed)
+        made, folder, missing = load_from_disk(model, seed)
     name = model.rstrip("/").removesuffix("/config.json").rsplit("/", 1)[-1].removesuffix(".json") or model
     batch, about = make_batch(made, folder, text, tokens, sequences, seed)
+    if missing:
+        about += f"; {len(missing)} weights are not in the folder and were drawn, such as {missing[0]}"
     return Subject(made, batch, name, about)
 
 
-def call_function(place: str) -> tuple[nn.Module, Any]:
-    """What `package.module:function` returns: a model and a batch, None if it returns none. The current folder is on the path."""
+def call_function(place: str, seed: int) -> tuple[nn.Module, Any]:
+    """What `package.module:function` returns: a model and a batch, None if it returns none. The current folder is on the path.
+
+    PyTorch's random numbers start from the seed, so that the same command gives the same model.
+    """
     module_name, _, function_name = place.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model must be a function that can be imported, as package.module:function, got {place!r}: {error}") from None
+    except Exception as error:  # the module's own code may raise anything
+        said = f"{type(error).__name__}: {shorten(error)}"
+        raise ValueError(f"model must be a function that can be imported, as package.module:function, got {place!r}: {said}") from error
     finally:
         sys.path.remove(os.getcwd())
-    made = function()
+    if not callable(function):
+        raise ValueError(f"model must be a function, as package.module:function, got {place!r}, which is of {type(function).__name__}")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = function()
+    except Exception as error:
+        raise ValueError(f"model must be a function that runs, got {place!r}: {type(error).__name__}: {shorten(error)}") from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a function that returns a torch.nn.Module, or one and its batch, got {type(model).__name__}")
     return model, batch
 
 
-def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path]:
-    """A model of transformers and its folder. Nothing is fetched, and no code of the folder is run."""
+def shorten(error: Exception) -> str:
+    """What it says, in one line."""
+    return " ".join(str(error).split())[:200]
+
+
+def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path, list[str]]:
+    """A model of transformers, its folder, and the weights that the folder lacks. Nothing is fetched, and no code of the folder is run."""
     path = Path(place)
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -89,17 +107,18 @@ def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path]:
     from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(file, local_files_only=True)
         kind = choose_class(config)
-        if path.is_dir():
-            return kind.from_pretrained(path, config=config, local_files_only=True), path
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return kind.from_config(config), path.parent
+            if not path.is_dir():
+                return kind.from_config(config), path.parent, []
+            model, found = kind.from_pretrained(path, config=config, local_files_only=True, output_loading_info=True)
+            return model, path, sorted(found["missing_keys"])
     except Exception as error:  # transformers has several classes of errors, some over many lines
-        said = " ".join(str(error).split())[:200]
-        raise ValueError(f"model must be one that transformers can load, got {place!r}: {said}") from None
+        raise ValueError(f"model must be one that transformers can load, got {place!r}: {shorten(error)}") from None
 
 
 def choose_class(config: Any) -> Any:
@@ -123,15 +142,12 @@ def make_batch(
     config: Any = getattr(model, "config", None)
     generator = torch.Generator().manual_seed(seed)
     rows = SEQUENCES if sequences is None else sequences
-    if getattr(model, "main_input_name", "") == "pixel_values" and text is None and tokens is None:
-        size = config.image_size if isinstance(config.image_size, int) else tuple(config.image_size)
-        height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.randn(rows, config.num_channels, height, width, generator=generator)}, "images of white noise"
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        return make_images(config, text, tokens, rows, generator), "images of white noise"
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ValueError(f"model must have a vocabulary, or its function must return a batch too, got {type(model).__name__}")
-    positions = getattr(config, "max_position_embeddings", None)
-    length = tokens if tokens is not None else min(TOKENS, positions) if isinstance(positions, int) and positions > 0 else TOKENS
+    length = tokens if tokens is not None else min(TOKENS, count_positions(model))
     if text is None:
         usual = torch.tensor([number for number in range(vocabulary) if number != getattr(config, "pad_token_id", None)])
         ids = usual[torch.randint(len(usual), (rows, length), generator=generator)]
@@ -139,10 +155,38 @@ def make_batch(
     else:
         ids, about = read_ids(folder, text, rows, length), f"the beginning of {text}"
     batch = {"input_ids": ids}
-    if "labels" in inspect.signature(model.forward).parameters:
+    if "labels" in inspect.signature(model.forward).parameters and predicts_tokens(model):
         batch["labels"] = ids
         about += "; labels: the tokens themselves"
     return batch, about
+
+
+def make_images(config: Any, text: Path | None, tokens: int | None, count: int, generator: torch.Generator) -> dict[str, Tensor]:
+    for name, value in (("text", text), ("tokens", tokens)):
+        if value is not None:
+            raise ValueError(f"{name} must not be given for a model of images, got {value}")
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise ValueError(
+            f"model must have an image_size in its config, or its function must return a batch too, got {type(config).__name__}"
+        )
+    height, width = (size, size) if isinstance(size, int) else size
+    return {"pixel_values": torch.randn(count, config.num_channels, height, width, generator=generator)}
+
+
+def count_positions(model: nn.Module) -> int:
+    """How many tokens a sequence may have. In tables of positions that have a row of padding, as RoBERTa's, they begin behind it."""
+    positions: Any = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        return TOKENS
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)]
+    return positions - max((1 + table.padding_idx for table in tables if table.padding_idx is not None), default=0)
+
+
+def predicts_tokens(model: Any) -> bool:
+    """Has it a head over the vocabulary? The labels of a classifier are not tokens."""
+    find_head = getattr(model, "get_output_embeddings", None)
+    return callable(find_head) and find_head() is not None
 
 
 def read_ids(folder: Path | None, text: Path, sequences: int, tokens: int) -> Tensor:
@@ -154,8 +198,7 @@ def read_ids(folder: Path | None, text: Path, sequences: int, tokens: int) -> Te
     try:
         ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(content, add_special_tokens=False)["input_ids"]
     except Exception as error:
-        said = " ".join(str(error).split())[:120]
-        raise ValueError(f"text must come with a tokenizer in the model's folder, got none in {folder}: {said}") from None
+        raise ValueError(f"text must come with a tokenizer in the model's folder, got none in {folder}: {shorten(error)}") from None
     whole = min(len(ids) // tokens, sequences)
     if not whole:
         raise ValueError(f"text must have at least {tokens} tokens, got {len(ids)} in {text}")

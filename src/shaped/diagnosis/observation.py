@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shaped.diagnosis.one_pass.attention_calls import expose_to_modes
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.losses import Loss, choose_loss
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
 from shaped.diagnosis.one_pass.stack import Part, choose_layers
 from shaped.diagnosis.one_pass.unchanged import keep_unchanged
+
+SEEN_GRAD = expose_to_modes(torch.autograd.grad)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Observation:
     """The first place that is not finite, in words; empty if all is."""
 
 
-def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observation:
+def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: AbstractContextManager[Any] | None = None) -> Observation:
     """Measures a model in one forward and one backward pass, in evaluation mode: without dropout.
 
     Args:
@@ -58,6 +61,7 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
         batch: its arguments: a mapping of names, a tuple of positions, or one tensor. Tensors are moved to the model's device.
         loss: from the model's output and the batch to a number. By default the output's `loss`, the output itself if it is one number,
             or else a fixed random projection of the output.
+        change: is active during the forward pass, such as a mode that changes what the model calls (`shaped.diagnosis.remedies.changes`).
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -66,8 +70,10 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
     recorder = LayerRecorder(model, batch)
     with ExitStack() as stack:
         stack.enter_context(keep_unchanged(model))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())  # the caller may have switched them off, as one does to evaluate
         model.eval()
-        with recorder, torch.enable_grad():
+        with recorder, change or nullcontext():
             output = call_model(model, batch)
         stacks = choose_layers(recorder.parts)
         if not stacks:
@@ -76,12 +82,14 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
                 f"got {type(model).__name__}, in which none was seen"
             )
         value, kind = choose_loss(output, batch, loss)
-        gradients = differentiate(model, value)
+        with torch.autograd.set_multithreading_enabled(False), change or nullcontext():  # checkpointed parts run again, with the change
+            gradients = differentiate(model, value)
     observed = tuple(
         StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, gradients) for labelled in label_parts(parts)))
         for name, parts in stacks.items()
     )
     number = float(value.detach())
+    kind += "" if gradients else " (no weight matrix has a gradient of it)"
     return Observation(observed, number, kind, find_non_finite(model, observed, number, gradients))
 
 
@@ -104,7 +112,7 @@ def differentiate(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
         return {}
     if has_node(loss, "CheckpointFunctionBackward"):  # `grad` would leave out what it wraps
         raise ValueError(f"model must checkpoint with use_reentrant=False, got reentrant checkpoints in {type(model).__name__}")
-    found = torch.autograd.grad(loss, list(matrices.values()), allow_unused=True)
+    found = SEEN_GRAD(loss, list(matrices.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(matrices, found, strict=True) if gradient is not None}
 
 
@@ -143,11 +151,13 @@ def make_layer(part: Part, label: str, gradients: Mapping[str, Tensor]) -> Layer
 
 
 def find_non_finite(model: nn.Module, stacks: Iterable[StackObservation], loss: float, gradients: Mapping[str, Tensor]) -> str:
-    """The first parameter, stream, logit, loss or gradient that is not finite, in words."""
+    """The first parameter, stream, loss or gradient that is not finite, in words."""
     broken = [name for name, parameter in model.named_parameters() if not is_finite(parameter)]
     if broken:
         return f"parameter {broken[0]}" + (f" and {len(broken) - 1} more" if len(broken) > 1 else "")
     for stack in stacks:
+        if stack.entering.tokens and not math.isfinite(stack.entering.length):
+            return f"tokens that enter {stack.layers[0].name}"
         for layer in stack.layers:
             if layer.tokens.tokens and not math.isfinite(layer.tokens.length):
                 return f"tokens behind layer {layer.name}"

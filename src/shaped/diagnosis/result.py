@@ -11,10 +11,12 @@ from typing import Any
 from shaped.diagnosis.bands import Bands
 from shaped.diagnosis.curves import list_curves
 from shaped.diagnosis.observation import Observation
-from shaped.diagnosis.verdicts import Finding, Verdicts, measure_risk
-from shaped.files import make_folder, write_json
+from shaped.diagnosis.page import render_page
+from shaped.diagnosis.remedies import Trials
+from shaped.diagnosis.verdicts import NOTICES, Finding, Verdicts, measure_risk
+from shaped.files import make_folder, write_atomically, write_json
 
-FILE = "diagnosis.json"
+FILE, PAGE = "diagnosis.json", "diagnosis.html"
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,16 +27,27 @@ class Diagnosis:
     """What every rule found, the farthest beyond its threshold first."""
     info: dict[str, Any] = field(default_factory=dict)
     """Facts: the model's class, its parameters, the batch."""
+    remedies: Trials | None = None
+    """What was tried for each verdict; None if nothing was to be tried. Printable."""
 
     @property
     def risk(self) -> float:
-        """From 0 to 1: 1/2 or more where a threshold is reached (`shaped.diagnosis.verdicts`)."""
+        """From 0 to 1: 1/2 or more where a threshold is reached, or where several are near (`shaped.diagnosis.verdicts`)."""
         return measure_risk(self.findings)
 
     @property
     def verdicts(self) -> Verdicts:
         """The findings beyond their thresholds, worst first; printable."""
         return Verdicts(finding for finding in self.findings if finding.at_risk)
+
+    @property
+    def remark(self) -> str:
+        """Where risk is 1/2 or more without a verdict that counts: the values that make it, in words. Else empty."""
+        counted = [finding for finding in self.findings if finding.name not in NOTICES]
+        if self.risk < 0.5 or any(finding.at_risk for finding in counted):
+            return ""
+        nearest = ", ".join(f"{finding.name} {10.0**finding.decades:.2f}" for finding in counted[:3])
+        return f"no threshold that counts is reached, but several are near, and the odds add up (1 at a threshold): {nearest}"
 
     @property
     def layers(self) -> list[dict[str, Any]]:
@@ -67,6 +80,7 @@ class Diagnosis:
                 "risk": self.risk,
                 "verdicts": [asdict(finding) for finding in self.verdicts],
                 "findings": [asdict(finding) for finding in self.findings],
+                "remedies": None if self.remedies is None else [asdict(trial) | {"outcome": trial.outcome} for trial in self.remedies],
                 "loss": {"value": self.observation.loss, "kind": self.observation.loss_kind},
                 "bands_source": self.bands.source,
                 "stacks": stacks,
@@ -75,15 +89,19 @@ class Diagnosis:
         )
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Writes diagnosis.json; returns the files."""
+        """Writes diagnosis.json and diagnosis.html, one self-contained page; returns the files."""
         folder = Path(folder)
         make_folder(folder, "folder")
-        write_json(folder / FILE, self.to_json())
-        return [folder / FILE]
+        content = self.to_json()
+        page = render_page(content).encode()
+        write_json(folder / FILE, content)
+        write_atomically(folder / PAGE, lambda file: file.write(page))
+        return [folder / FILE, folder / PAGE]
 
     def __repr__(self) -> str:
         count = sum(len(stack.layers) for stack in self.observation.stacks)
-        names = ", ".join(finding.name for finding in self.verdicts) or "no risk found"
+        without = "several thresholds are near" if self.remark else "no risk found"
+        names = ", ".join(finding.name for finding in self.verdicts) or without
         return f"Diagnosis({self.info.get('model', 'model')}, {count} layers, risk {self.risk:.2f}: {names})"
 
 

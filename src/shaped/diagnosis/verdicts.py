@@ -1,8 +1,10 @@
 """The rules: from the curves of a model to verdicts in words and one number, its risk. They were fixed before any study of trained models.
 
 A rule says how far a value is beyond its threshold, in decades: 0 at the threshold, 1 ten times beyond. The odds of a stack are the sum of
-10^decades over the rules, and its risk is odds/(1 + odds). So risk is 1/2 or more where a threshold is reached, and it grows with every
-excess. The model's risk is that of its worst stack.
+10^decades over the rules, and its risk is odds/(1 + odds). So risk is 1/2 or more where a threshold is reached, or where several are near,
+and it grows with every excess. The model's risk is that of its worst stack.
+
+The papers describe the effects. The thresholds are our own choice: no paper has them.
 """
 
 from __future__ import annotations
@@ -16,24 +18,25 @@ from shaped.diagnosis.curves import list_curves
 from shaped.diagnosis.observation import Observation, StackObservation
 
 RANK_COLLAPSE = 0.95
-"""Correlation behind the last layer. Noci et al. 2022 (Theorem 3.2): the gradients of queries and keys vanish as it goes to 1. Models that
-train well reach 0.73 at initialisation (GPT-2 XL, docs/predict.md)."""
+"""Correlation behind the last layer. Noci et al. 2022: where the tokens' rank collapses, the gradients of queries and keys vanish at
+initialisation. The number is ours: models that train well reach 0.73 at initialisation (GPT-2 XL, docs/predict.md)."""
 ENTROPY_COLLAPSE = 0.05
-"""Share of the entropy of uniform attention, mean over the heads of a layer. Zhai et al. 2023: training diverges as the entropy of a layer
-goes to 0. Llama 3.1 405B starts at 0.18 (docs/predict.md)."""
+"""Share of the entropy of uniform attention, mean over the heads of a layer. Zhai et al. 2023: low entropy goes with unstable training, up
+to divergence. The number is ours: Llama 3.1 405B starts at 0.18 (docs/predict.md)."""
 UNIFORM = 1e-5
 """How much of the uniform entropy is missing. Below it the logits are so small (about 0.01) that attention selects nothing, and that
 single precision barely resolves it. It is told but does not count as a risk: many models start like this and train, and where averaging
 makes tokens alike, the rank collapses."""
 NOTICES = ("uniform attention",)
 GRADIENT_SPREAD = 100.0
-"""Largest over smallest gradient norm of a layer. Xiong et al. 2020: Post-LN gradients differ by a factor of about 2 every two layers; at a
-factor of 100 such models need warm-up, and deeper ones do not train."""
+"""Largest over smallest gradient norm of a layer. Xiong et al. 2020: at initialisation the gradients of Post-LN are large near the output,
+and without warm-up it does not train well. The number is ours; the paper has none for this ratio."""
 STREAM_GROWTH = 10.0
 """Factor of the stream's length over the second half of the layers, or its inverse. Sums of branches grow as the square root of the depth,
 1.4 over the second half (docs/predict.md); a factor of 10 is exponential growth."""
 DEAD = 0.5
-"""Share of dead units in a layer (Lu et al. 2019: dying ReLU). Where all tokens are alike, half of the units of a ReLU are dead."""
+"""Share of dead units in a layer. Lu et al. 2019: the deeper a ReLU network, the likelier it dies at initialisation. The number is ours:
+where all tokens are alike, half of the units of a ReLU are dead."""
 FARTHEST = 6.0  # decades; beyond, numbers are rounding errors
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress_bar(wanted: bool | None, total: int) -> Iterator[Callable[[int], None]]:
+def progress_bar(wanted: bool | None, total: int, doing: str = "simulating") -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the number of steps done since the last call.
 
     The bar is shown after a second (None), at once (True) or never (False). It is never shown where standard error is not a terminal.
@@ -23,8 +23,8 @@ def progress_bar(wanted: bool | None, total: int) -> Iterator[Callable[[int], No
     if not console.is_terminal:
         yield lambda steps: None
         return
-    bar = Progress("simulating", BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=console, transient=True)
-    task = bar.add_task("simulating", total=total)
+    bar = Progress(doing, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=console, transient=True)
+    task = bar.add_task(doing, total=total)
     patience = time.monotonic() + (0.0 if wanted else 1.0)
 
     def advance(steps: int) -> None:

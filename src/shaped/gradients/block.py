@@ -56,7 +56,7 @@ class Networks:
     """
 
     def __init__(self, job: Job):
-        self.job, self.layer = job, WeightlessLayer(job.layer, job.sizes, job.V0)
+        self.job, self.layer = job, WeightlessLayer(job.layer, job.sizes, job.V0, job.V0.shape[-1])
         self.products = Products(make_stream(job, "gradients"), make_stream(job, "gradients, backward"), job.independent)
         self.start = self.layer.draw_start(job.V0, self.products.forward)
         self.shown = job.V0
@@ -96,6 +96,9 @@ class Networks:
         if not loss[running].isfinite().all():
             raise ValueError(f"loss must be finite, got {loss[running & ~loss.isfinite()][0].item()}")
         (D,) = torch.autograd.grad(loss.sum(), X)
+        seen = D[running]
+        if not seen.isfinite().all():
+            raise ValueError(f"loss must have a finite gradient, which a square root of 0 has not, got {seen[~seen.isfinite()][0].item()}")
         self.products.squares.clear()
         return loss.detach(), D
 

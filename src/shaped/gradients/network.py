@@ -27,7 +27,8 @@ class WeightlessLayer:
     A parameter of several rows is a matrix, used once, as `x @ W`. One of a single row, such as a bias, is drawn.
     """
 
-    def __init__(self, layer: Layer, sizes: Sizes, like: Tensor):
+    def __init__(self, layer: Layer, sizes: Sizes, like: Tensor, m: int | None = None):
+        """Like `like` in dtype and device. Only m tokens of `draw_start` may be in frames; without m all tokens have n features."""
         with Unmade():
             module = layer.module(sizes.n, sizes.n_k, dtype=like.dtype)
         self.layer, self.products = layer, None
@@ -53,8 +54,8 @@ class WeightlessLayer:
             if isinstance(attention, RandomAttention) and attention.has_plain_logits:
                 join_draws(attention)
         self.n = sizes.n
-        parts = list(module) if isinstance(module, nn.Sequential) else [module]
-        self.framed = fits_frame(like.shape[-1], sizes.n) and all(commutes_with_rotations(part) for part in parts)
+        parts = list(module) if type(module) is nn.Sequential else [module]
+        self.framed = m is not None and fits_frame(m, sizes.n) and all(commutes_with_rotations(part) for part in parts)
         """Are tokens in frames (`shaped.gradients.frames`), and not in n features?"""
         if self.framed:
             module = nn.Sequential(*(InFrame(self, part) for part in parts))

@@ -22,8 +22,8 @@ from shaped.randomness import Stream
 
 MEMORY = {"cpu": 2**30, "cuda": 2**33}
 """Bytes of the tensors that a block of networks keeps for its way back. glibc's allocator may waste half as much again."""
-MOST = 2**12
-"""Networks in a block."""
+MOST = {"cpu": 2**12, "cuda": 2**15}
+"""Networks in a block. A GPU takes many at the price of few: launching the operations takes the time."""
 
 
 def backpropagate(
@@ -141,16 +141,16 @@ def probe(layer: Layer, sizes: Sizes, V0: Tensor) -> tuple[dict[str, int], float
     """
     like = V0[:1].expand(2, -1, -1)
     stream = Stream(0, 0, kind="probe", dtype=V0.dtype, device=V0.device)
-    network = WeightlessLayer(layer, sizes, like)
+    network = WeightlessLayer(layer, sizes, like, like.shape[-1])
     X = network.draw_start(like, stream).requires_grad_()
     return network.entries, network.count_bytes(X, Products(stream, stream)) / 2
 
 
 def plan(kept: float, d: int, device: torch.device) -> tuple[int, int]:
     """Networks in a block, and layers in a segment: as many networks as fit; where not even one does, one network and fewer layers."""
-    budget = MEMORY.get(device.type, MEMORY["cuda"])
+    budget, most = (limits.get(device.type, limits["cuda"]) for limits in (MEMORY, MOST))
     fits = budget / (kept * d)
-    return min(MOST, max(1, int(fits))), d if fits >= 1 else max(1, int(budget / kept))
+    return min(most, max(1, int(fits))), d if fits >= 1 else max(1, int(budget / kept))
 
 
 def check_callable(loss: object, pickled: bool) -> None:

@@ -71,9 +71,10 @@ def attention_forward(
     call_attention_hooks(module, query, key, scale, mask, causal)
     arguments: dict[str, Any] = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": causal, "attn_mask": mask}
     arguments |= {"positions": positions, "dropout_p": dropout}
-    if wanted:
-        return apply_weights(shaped_attention(query, key, make_one_hot_values(key, value), **arguments), value)
-    return shaped_attention(query, key, value, **arguments).transpose(1, 2).contiguous(), None
+    attended = shaped_attention(query, key, make_one_hot_values(key, value) if wanted else value, **arguments)
+    branch = getattr(module, "shaped_branch", 1.0)
+    attended = attended if branch == 1.0 else attended * branch
+    return apply_weights(attended, value) if wanted else (attended.transpose(1, 2).contiguous(), None)
 
 
 def read_gains(module: nn.Module) -> tuple[Tensor | float, Tensor | float]:

@@ -18,8 +18,16 @@ from shaped.nn.modules import AttentionShaping, has_gains
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def shape(model: Model, *, tau0: float | None = None, learn: bool = False, gamma1: float = 1.0, gamma2: float = 1.0) -> Model:
-    r"""Gives every self-attention of a stock model the shape $\gamma_1 I + \text{softmax} - \gamma_2\,\text{softmax}(B)$, in place.
+def shape(
+    model: Model,
+    *,
+    tau0: float | None = None,
+    learn: bool = False,
+    gamma1: float = 1.0,
+    gamma2: float = 1.0,
+    gamma: float = 1.0,
+) -> Model:
+    r"""Gives every self-attention of a stock model the shape $\gamma(\gamma_1 I + \text{softmax} - \gamma_2\,\text{softmax}(B))$, in place.
 
     The gains become part of the model: `save_pretrained` writes them. `from_pretrained` of the same class or of an Auto class reads them
     and restores shaped attention, if `shaped.hf` is imported. Cross-attention does not change. Calling it again replaces the gains.
@@ -30,6 +38,7 @@ def shape(model: Model, *, tau0: float | None = None, learn: bool = False, gamma
             model. A number also divides the logits by $\tau_0\sqrt{n}$, as in the theory (Eq. shaped-attention).
         learn: train the gains. If not, they are buffers, which a `ShapingCallback` with `Recover` may anneal to 0.
         gamma1, gamma2: the initial gains.
+        gamma: the weight of the attention branch (Eq. shaped_transformer). It multiplies the attention's output and is not trained.
     """
     _refuse_strangers(model, "shape")
     if isinstance(model.config, ShapedConfig):
@@ -40,6 +49,7 @@ def shape(model: Model, *, tau0: float | None = None, learn: bool = False, gamma
         "learn": bool(learn),
         "gamma1": finite("gamma1", gamma1, SINGLE),
         "gamma2": finite("gamma2", gamma2, SINGLE),
+        "gamma": positive("gamma", gamma, SINGLE),
         "instead_of": before["instead_of"] if before else choose_plain_attention(model),
     }
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -68,6 +78,8 @@ def vanilla(model: Model) -> Model:
         raise ValueError(f"model must have been shaped by shaped.hf.shape, got a {type(model).__name__} that was not")
     if settings["tau0"] is not None:
         raise ValueError(f"model must have been shaped with tau0=None, its own scaling, to be plain again, got {settings['tau0']}")
+    if settings.get("gamma", 1.0) != 1.0:
+        raise ValueError(f"model must have been shaped with gamma=1, a branch of full weight, to be plain again, got {settings['gamma']}")
     model = blocks.vanilla(model)
     for config in list_configs(model):
         config.__dict__.pop("shaped", None)
@@ -90,6 +102,7 @@ def install_gains(model: PreTrainedModel) -> None:
             module.add_module("shaping", shaping if like is None else shaping.to(device=like.device, dtype=like.dtype))
         factor = 1.0 if settings["tau0"] is None else settings["tau0"] * math.sqrt(find_width(module, model))
         module.__dict__["shaped_temperature"] = 1.0 / factor
+        module.__dict__["shaped_branch"] = settings.get("gamma", 1.0)  # configs of earlier versions have none
 
 
 def choose_plain_attention(model: PreTrainedModel) -> str:

@@ -8,7 +8,8 @@ from functools import reduce
 from operator import add
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from shaped.checks import check_bool, positive, whole_number
 from shaped.covariance import Matrix, factor, inverse_length, match_layout, product
@@ -116,11 +117,11 @@ class ShapedAttention(ResidualLayer):
     def branch(self, L: Factor, sizes: Sizes, stream: Stream) -> tuple[Factor, ...]:
         r"""$A_h L$ for each head h. With a projection, a factor of $\sum_h (A_h L T_h)(A_h L T_h)^\top/n$, the Gram matrix of the heads'
         values, T of Bartlett for n/heads degrees."""
-        heads = [product(self.attention(mask, L, sizes, stream), L) for mask in head_masks(self.mask, self.heads)]
+        heads = [self.attention(mask, L, sizes, stream) for mask in head_masks(self.mask, self.heads)]
         if not self.project:
-            return tuple(heads)
-        m = L.shape[-1]
-        roots = [product(F, stream.bartlett(L, m, sizes.n // self.heads)) for F in heads]
+            return tuple(product(A, L) for A in heads)
+        values = (stream.bartlett(L, L.shape[-1], sizes.n // self.heads) for _ in heads)
+        roots = [multiply_three(A, L, T) for A, T in zip(heads, values, strict=True)]
         return (factor(reduce(add, (product(root, root.mT) for root in roots)) / sizes.n),)
 
     def attention(self, mask: Mask, L: Factor, sizes: Sizes, stream: Stream) -> Matrix:
@@ -135,6 +136,8 @@ class ShapedAttention(ResidualLayer):
         m = L.shape[-1]
         T = stream.bartlett(L, m, n_k)
         G = stream.matrices(L, T.shape[-1], m).mul_(scale)
+        if T.shape[-1] < m:
+            return product(product(L, T), product(G, L.mT))
         return product(product(L, product(T, G)), L.mT)
 
     def normalised_logits(self, L: Factor, n_k: int, scale: float, stream: Stream) -> Matrix:
@@ -190,3 +193,8 @@ class ShapedAttention(ResidualLayer):
             dtype=dtype,
         )
         return Residual(branch, self.shortcut, self.gamma)
+
+
+def multiply_three(A: Matrix, L: Matrix, T: Float[Tensor, "*batch m few"]) -> Float[Tensor, "*batch m few"]:
+    """A L T. With fewer columns in T than in L, it costs less from the right."""
+    return product(A, product(L, T)) if T.shape[-1] < L.shape[-1] else product(product(A, L), T)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import finite, in_range, positive, whole_number
-from shaped.covariance import factor
+from shaped.covariance import Point
 from shaped.layers.branches import CACHE, MEMORY, Branch, Covariance, Entropy, Rows, Weights, check_weights
 from shaped.layers.masks import Mask, check_mask, describe_mask
 from shaped.layers.normalisation import Norm, check_norm
@@ -106,16 +106,17 @@ class AttentionBranch(Branch):
         if n_k != self.head_width:
             raise ValueError(f"n_k must be left out or be head_width = {self.head_width} for an AttentionBranch, got {n_k}")
 
-    def covariance(self, V: Covariance, n: int, stream: Stream) -> tuple[Covariance, Entropy]:
+    def covariance(self, entering: Point, n: int, stream: Stream) -> tuple[Covariance, Entropy]:
         r"""The covariance is $\sigma_O^2 \sum_h A_h v_g v_g^\top A_h^\top + \sigma_{b}^2 11^\top$, where $v_g$ are the values of a group.
 
         A few samples and groups of heads are drawn at a time, so that they stay in the cache.
         """
-        L, m = factor(V).contiguous(), V.shape[-1]
+        L = entering.L.contiguous()
+        m = L.shape[-1]
         rows = tuple(weights.rows(L, n) for weights in (self.query, self.key, self.value))
-        bias = self.bias(m, V).expand(self.heads, m, m).unflatten(0, (self.groups, self.share)).transpose(1, 2)
+        bias = self.bias(m, L).expand(self.heads, m, m).unflatten(0, (self.groups, self.share)).transpose(1, 2)
         total, entropy = L.new_zeros(L.shape), L.new_zeros(len(L))
-        few, groups, share = self.split(m, V.device)
+        few, groups, share = self.split(m, L.device)
         for first in range(0, len(L), few):
             part = slice(first, first + few)
             F_q, F_k, F_v = (F[part] for F in rows)

@@ -92,7 +92,7 @@ class ResidualBlock(Layer):
         return max(m**2, *(m * branch.features // 16 for branch, _ in self.pairs))
 
     def advance_tokens(self, X: Tokens, sizes: Sizes, stream: Stream, seen: Seen | None = None) -> Tokens:
-        entering = [gram(X if norm is None else norm.apply(X)) for _, norm in self.pairs]
+        entering = [Point(matrix=gram(X if norm is None else norm.apply(X))) for _, norm in self.pairs]
         F = factor(self.covariance(entering, sizes, stream, seen))
         update = F @ stream.normal(len(X), F.shape[-1], sizes.n)
         if self.post is not None:
@@ -105,7 +105,7 @@ class ResidualBlock(Layer):
         refuse_gram(self)
         V = point.V.contiguous()
         L = point.L.contiguous()
-        entering = [V if norm is None else norm.rescale(V) for _, norm in self.pairs]
+        entering = [point if norm is None else Point(matrix=norm.rescale(V)) for _, norm in self.pairs]
         F = factor(self.covariance(entering, sizes, stream, seen))
         beside, across = split_update(F, L, sizes.n, stream)
         if across is not None:
@@ -116,9 +116,9 @@ class ResidualBlock(Layer):
         V = beside @ beside.mT
         return Point(matrix=match_layout(V if self.after is None else self.after.rescale(V), point.V))
 
-    def covariance(self, entering: list[Covariance], sizes: Sizes, stream: Stream, seen: Seen | None) -> Covariance:
+    def covariance(self, entering: list[Point], sizes: Sizes, stream: Stream, seen: Seen | None) -> Covariance:
         """Of each feature of the branches' sum, over the tokens, given the covariances of what enters the branches."""
-        found = [branch.covariance(V, sizes.n, stream) for (branch, _), V in zip(self.pairs, entering, strict=True)]
+        found = [branch.covariance(one, sizes.n, stream) for (branch, _), one in zip(self.pairs, entering, strict=True)]
         entropies = [entropy for _, entropy in found if entropy is not None]
         if seen is not None and entropies:
             seen["entropy"] = torch.stack(entropies).mean(0)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import check_bool, in_range, whole_number
-from shaped.covariance import factor
+from shaped.covariance import Point
 from shaped.nn.activations import Activation
 from shaped.nn.activations.functions import FUNCTIONS
 from shaped.nn.random_blocks import RandomMLP
@@ -57,8 +57,8 @@ class Branch(ABC):
     """f(Y), whose last product is with Gaussian weights: given Y, its features are iid, and normal over the tokens."""
 
     @abstractmethod
-    def covariance(self, V: Covariance, n: int, stream: Stream) -> tuple[Covariance, Entropy | None]:
-        r"""A draw of the covariance over the tokens of each feature of f(Y), given $V = Y Y^\top/n$, and the entropies of attention."""
+    def covariance(self, entering: Point, n: int, stream: Stream) -> tuple[Covariance, Entropy | None]:
+        r"""A draw of the covariance over the tokens of each feature of f(Y), given $Y Y^\top/n$, and the entropies of attention."""
 
     @property
     @abstractmethod
@@ -108,8 +108,8 @@ class FeedForwardBranch(Branch):
     def function(self) -> Callable[[Tensor], Tensor]:
         return FUNCTIONS[self.activation] if isinstance(self.activation, str) else self.activation
 
-    def covariance(self, V: Covariance, n: int, stream: Stream) -> tuple[Covariance, None]:
-        F = self.inner.rows(factor(V), n).contiguous()
+    def covariance(self, entering: Point, n: int, stream: Stream) -> tuple[Covariance, None]:
+        F = self.inner.rows(entering.L, n).contiguous()
         return self.outer.covariance(self.hidden_gram(F, stream)), None
 
     def hidden_gram(self, F: Rows, stream: Stream) -> Covariance:

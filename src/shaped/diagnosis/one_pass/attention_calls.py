@@ -39,6 +39,28 @@ ENTRIES = 2**20
 Logits = Callable[[], Iterator[tuple[slice, Tensor]]]
 
 
+class Scores:
+    """Products of two activations, and what was computed from them entry by entry: a softmax of these is attention."""
+
+    def __init__(self) -> None:
+        self._tensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Marks products of two activations, and results of the same size that come from them. Weights have two dimensions at most."""
+        if not isinstance(result, Tensor) or result.ndim < 3:
+            return
+        given = [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,)) if isinstance(x, Tensor)]
+        if func in PRODUCTS:
+            if sum(x.ndim >= 3 and not isinstance(x, torch.nn.Parameter) for x in given[-2:]) == 2:
+                self._tensors[result] = True
+        elif any(x in self._tensors and x.numel() <= result.numel() for x in given):
+            self._tensors[result] = True
+
+    def are_softened(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> bool:
+        """Is a softmax with these arguments attention?"""
+        return input in self._tensors and dim is not None and dim % input.ndim == input.ndim - 1
+
+
 class CallWatcher(TorchFunctionMode):
     """Reports attention and activation calls while it is active.
 
@@ -62,8 +84,7 @@ class CallWatcher(TorchFunctionMode):
         super().__init__()
         self.on_attention, self.on_activation, self.on_part, self.sequences = on_attention, on_activation, on_part, sequences
         self.first = first
-        self._scores: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Products of two activations, and what was computed from them entry by entry."""
+        self._scores = Scores()
         self._paused = False
 
     @contextmanager
@@ -88,7 +109,8 @@ class CallWatcher(TorchFunctionMode):
             return result
         if func in SOFTMAXES:
             result = func(*args, **kwargs)
-            self._report_softmax(*args, **kwargs)
+            if self._scores.are_softened(*args, **kwargs):
+                self._report_softmax(*args, **kwargs)
             return result
         if func in ACTIVATIONS:
             rest = {name: value for name, value in kwargs.items() if name != "input"}
@@ -96,23 +118,12 @@ class CallWatcher(TorchFunctionMode):
         elif func in PARTS_OF_ACTIVATIONS:
             self.on_part()
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.ndim >= 3:
-            self._follow(func, args, result)
+        self._scores.follow(func, (*args, *kwargs.values()), result)
         return result
 
-    def _follow(self, func: Any, args: tuple[Any, ...], result: Tensor) -> None:
-        """Marks products of two activations, and results of the same size that come from them. Weights have two dimensions at most."""
-        given = [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,)) if isinstance(x, Tensor)]
-        if func in PRODUCTS:
-            if sum(x.ndim >= 3 and not isinstance(x, torch.nn.Parameter) for x in given[-2:]) == 2:
-                self._scores[result] = True
-        elif any(x in self._scores and x.numel() <= result.numel() for x in given):
-            self._scores[result] = True
-
-    def _report_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
-        if input not in self._scores or dim is None or dim % input.ndim != input.ndim - 1:
-            return
+    def _report_softmax(self, input: Tensor, *_: Any, **__: Any) -> None:
         s = input.detach()
+        check_size(s.shape)
         Q, K = s.shape[-2:]
         batch = self.sequences(s.shape[0], Q) if s.ndim == 3 else 1
         s = s.unflatten(0, (batch, -1)) if s.ndim == 3 else s.flatten(0, -4)
@@ -141,6 +152,7 @@ class CallWatcher(TorchFunctionMode):
         **_: Any,
     ) -> None:
         Q, K = query.shape[-2], key.shape[-2]
+        check_size((*query.shape[:-1], K))
         if func is not shaped_attention and is_causal:
             positions = torch.arange(Q, device=query.device)  # in PyTorch's mask query 0 is at key 0, also where Q and K differ
         single_head = query.ndim == 3 and self.sequences(query.shape[0], Q) == query.shape[0]
@@ -170,12 +182,18 @@ def bring_to_four_dimensions(x: Tensor, single_head: bool) -> Tensor:
     return x.unsqueeze(1) if x.ndim == 3 and single_head else x[(None,) * (4 - x.ndim)]
 
 
+def check_size(shape: tuple[int, ...]) -> None:
+    """Of logits. What raises during the model's call is told as an error of the batch."""
+    if 0 in shape:
+        raise ValueError(f"it has no tokens, the logits of its attention are {list(shape)}")
+
+
 def choose_block(a_query: int) -> int:
     """How many queries fit into ENTRIES logits."""
     return max(1, ENTRIES // max(1, a_query))
 
 
-def _expose_to_modes(function: Any) -> Any:
+def expose_to_modes(function: Any) -> Any:
     """The same Python function, which runs its body at once in place of handing itself to the mode: so the mode sees what it calls."""
     scope = function.__globals__ | {"has_torch_function": lambda *_: False}
     exposed = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
@@ -183,4 +201,4 @@ def _expose_to_modes(function: Any) -> Any:
     return exposed
 
 
-SEEN_MULTI_HEAD_ATTENTION = _expose_to_modes(F.multi_head_attention_forward)
+SEEN_MULTI_HEAD_ATTENTION = expose_to_modes(F.multi_head_attention_forward)

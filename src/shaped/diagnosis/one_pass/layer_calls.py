@@ -30,6 +30,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         self._modules = dict(model.named_modules())
         self._repeated = find_repeated_parts(model)
         self._masks = find_padding_masks(batch)
+        self._two_sided = {"encoder", "decoder"} <= {word for name in self._modules for word in name.split(".")}
         self._running: list[tuple[str, nn.Module, Tensor | None]] = []
         self._open: dict[str, Part] = {}
         self._visited: set[tuple[str, type]] = set()
@@ -113,8 +114,10 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         name, _, x = self._running[-1] if self._running else ("", self._model, None)
         batch, _, Q, K = shape
         self._settle_layout(x, batch, Q)
-        if mask is not None and Q == K and mask.shape[0] == batch:
-            self._real = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1).any(-2)
+        if not any(part.attention for part in self._open.values() if part.name):  # later ones in a layer may be cross-attention
+            self._real = None
+            if mask is not None and Q == K and mask.shape[0] == batch:
+                self._real = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1).any(-2)
         real = self._find_real(name, batch, Q)
         found = measure_attention(logits(), self._first(real))
         self._number += 1
@@ -156,10 +159,10 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
 
     def _find_real(self, name: str, batch: int, m: int) -> Tensor | None:
         """Which tokens are not padding, [batch, m]: what the batch says, or which keys the last self-attention masked for every query."""
-        fitting = {key: mask for key, mask in self._masks.items() if tuple(mask.shape) == (batch, m)}
-        ours = [mask for key, mask in fitting.items() if ("decoder" in key) == ("decoder" in name.split("."))]
-        masked = [] if self._real is None or tuple(self._real.shape) != (batch, m) else [self._real]
-        real = next(iter((*ours, *fitting.values(), *masked)), None)
+        decodes = "decoder" in name.split(".")
+        ours = [mask for key, mask in self._masks.items() if not self._two_sided or is_of_decoder(key) == decodes]
+        fitting = [mask for mask in (*ours, self._real) if mask is not None and tuple(mask.shape) == (batch, m)]
+        real = next(iter(fitting), None)
         return None if real is None or bool(real.all()) else real
 
 
@@ -171,11 +174,16 @@ def find_padding_masks(batch: Any) -> dict[str, Tensor]:
     found = {}
     for name, value in batch.items() if isinstance(batch, Mapping) else ():
         if isinstance(value, Tensor) and value.ndim == 2:
-            if name.endswith("attention_mask"):
+            if name.endswith("attention_mask") and not name.startswith(("cross_", "encoder_")):
                 found[name] = value != 0
-            elif name.endswith("padding_mask"):
+            elif name.endswith("padding_mask") and not name.startswith("memory_"):
                 found[name] = ~(value == -math.inf) if value.is_floating_point() else value == 0
     return found
+
+
+def is_of_decoder(name: str) -> bool:
+    """Is this the padding of a decoder's own tokens? `decoder_attention_mask` is transformers' name, `tgt_key_padding_mask` PyTorch's."""
+    return name.startswith(("decoder_", "tgt_"))
 
 
 def is_plain_function(module: nn.Module) -> bool:

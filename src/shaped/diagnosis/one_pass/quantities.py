@@ -12,8 +12,9 @@ from torch import Tensor
 from shaped.covariance import effective_rank
 from shaped.nn.diagnostics import at_least_single, softmax_entropy, token_correlation
 
-MASKED = -9999.0
-"""A logit at or below this is masked: models that compute their softmax themselves mask with -inf, the dtype's minimum, -1e9 or -1e4."""
+MASKED = -5000.0
+"""A logit at or below this is masked: models that compute their softmax themselves mask with -inf, the dtype's minimum, -1e9 or -1e4. To
+the last of these they add the product of queries and keys, and in bfloat16 it is -9984: so the level is far above it."""
 NO_DERIVATIVE = 1e-6
 """A derivative of an activation that is not larger than this lets no gradient pass. GELU's is smaller beyond -5.4, SiLU's beyond -17."""
 ROWS = 4096  # tokens whose derivatives are computed at a time

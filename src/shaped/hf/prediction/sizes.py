@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from shaped.hf.configuration import ShapedConfig
 from shaped.hf.prediction.families import describe_network, read_config
 from shaped.layers import AttentionBranch, FeedForwardBranch
 
 
 def read_sizes(config: Any, m: int) -> dict[str, Any]:
-    """The arguments of `shaped.advise` for a shaped model of this size: n, d, m, heads, mask, qk_norm, rope and hidden.
+    """The arguments of `shaped.advise` for a shaped model of this size: n, d, m, heads, mask, qk_norm, rope, hidden; c_minus of our blocks.
 
     What a family has beside them (norms, gates, grouped keys, windows, other kinds of QK-norm) is not read: it is no part of a shaped
     model. Frequencies of RoPE that do not come from a base are read as such.
     """
-    network = describe_network(read_config(config), m)
+    config = read_config(config)
+    network = describe_network(config, m)
     branches = [branch for layer in network.blocks[0] for branch, _ in layer.pairs]
     attention = next(branch for branch in branches if isinstance(branch, AttentionBranch))
     feedforward = next(branch for branch in branches if isinstance(branch, FeedForwardBranch))
     if attention.heads * attention.head_width != network.width:
         got = f"{attention.heads} heads of {attention.head_width} features for {network.width}"
         raise ValueError(f"config must have heads that share the width, as shaped models do, got {got}")
-    return {
+    ours = isinstance(config, ShapedConfig) and config.block == "shaped"
+    if ours and config.activation != "relu":
+        raise ValueError(f"activation must be 'relu', the one that advise knows, got {config.activation!r}")
+    return ({"c_minus": config.c_minus} if ours else {}) | {
         "n": network.width,
         "d": len(network.blocks),
         "m": m,

@@ -1,0 +1,139 @@
+"""Changes of what a model calls, whatever its classes are: another attention, other activations. The model itself stays as it is.
+
+Each is a `TorchFunctionMode`. It is entered after the `CallWatcher`, so that the watcher sees the changed calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from shaped.diagnosis.one_pass.attention_calls import SEEN_MULTI_HEAD_ATTENTION, SOFTMAXES, Scores
+from shaped.diagnosis.one_pass.quantities import MASKED
+from shaped.nn.attention import shaped_attention
+from shaped.nn.functional import rms_norm
+
+RELUS = {F.relu, torch.relu, Tensor.relu}
+
+
+class CallChange(TorchFunctionMode):
+    """Calls something else in place of some functions. `applied` counts these calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            with self:  # within this method the mode is off
+                return SEEN_MULTI_HEAD_ATTENTION(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class AttentionChange(CallChange):
+    """Changes fused attention, and where a model computes its softmax itself, that softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scores = Scores()
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is F.scaled_dot_product_attention or func is shaped_attention:
+            result = self.attend(func, *args, **kwargs)
+        elif func in SOFTMAXES and self._scores.are_softened(*args, **kwargs):
+            result = self.soften(func, *args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+            self._scores.follow(func, (*args, *kwargs.values()), result)
+        return result
+
+    def attend(self, func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+    def soften(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return func(input, *args, **kwargs)
+
+
+class ShapeAttention(AttentionChange):
+    r"""$\gamma(I + \text{softmax} - \text{softmax}(B))$ in place of the softmax (Eq. shaped-attention), as `shaped.hf.shape` has it.
+
+    Attention with as many queries as keys is taken for self-attention; other attention stays. In a softmax that the model computes itself,
+    B is its mask: a bias cannot be told from the logits there.
+    """
+
+    def __init__(self, gamma: float):
+        super().__init__()
+        self.gamma = gamma
+
+    def attend(
+        self,
+        func: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        if query.shape[-2] != key.shape[-2]:
+            return func(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **kwargs)
+        self.applied += 1
+        kwargs.pop("enable_gqa", None)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.masked_fill(attn_mask <= MASKED, -torch.inf)
+        return self.gamma * shaped_attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **kwargs)
+
+    def soften(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        A = func(input, *args, **kwargs)
+        if input.shape[-2] != input.shape[-1]:
+            return A
+        self.applied += 1
+        allowed = (input.detach() > MASKED).to(A.dtype)
+        centring = allowed / allowed.sum(-1, keepdim=True).clamp(min=1.0)
+        return self.gamma * (A - centring + torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
+
+
+class NormaliseQueriesAndKeys(AttentionChange):
+    """QK-norm (Henry et al. 2020): queries and keys are divided by their root mean square. Only for fused attention."""
+
+    def attend(self, func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.applied += 1
+        return func(rms_norm(query), rms_norm(key), value, *args, **kwargs)
+
+
+class DivideLogits(AttentionChange):
+    """A temperature of the softmax."""
+
+    def __init__(self, temperature: float):
+        super().__init__()
+        self.temperature = temperature
+
+    def attend(self, func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.applied += 1
+        return func(query / self.temperature, key, value, *args, **kwargs)
+
+    def soften(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.applied += 1
+        return func(torch.where(input > MASKED, input / self.temperature, input), *args, **kwargs)
+
+
+class LeakThroughReLU(CallChange):
+    """Leaky ReLU in place of ReLU."""
+
+    def __init__(self, slope: float):
+        super().__init__()
+        self.slope = slope
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in RELUS:
+            return func(*args, **kwargs)
+        self.applied += 1
+        return F.leaky_relu(args[0] if args else kwargs["input"], self.slope)

@@ -1,0 +1,144 @@
+"""Models and calls on which a diagnosis could give wrong numbers in silence: padding of two sides, other masks, wrappers, switched-off
+gradients."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from by_hand import check_attention, check_tokens
+from families import FAMILIES  # pyright: ignore[reportMissingImports] (in tests/hf)
+from plain_models import WIDTH, Attributes
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForSeq2SeqLM, BertConfig, T5Config
+
+import shaped
+from refusals import refused
+from shaped.diagnosis import bands, observe
+from shaped.diagnosis.one_pass.unchanged import keep_random_numbers
+from shaped.diagnosis.reinitialised import make_fresh_copy
+from shaped.testing.stats import generator
+
+X = torch.randn(2, 5, WIDTH, generator=generator(41))
+PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+
+
+class SelfAttention(nn.Module):
+    """Adds a mask of `level` to its logits, and names the factors of its product, as Bloom does."""
+
+    def __init__(self, level: float = -1e4):
+        super().__init__()
+        self.query, self.level = nn.Linear(WIDTH, WIDTH), level
+        self.logits: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = 2.0 * self.query(x)
+        mask = torch.full((5, 5), self.level, dtype=x.dtype).triu(1)
+        scores = mask.expand(len(x), 5, 5).baddbmm(batch1=q, batch2=q.mT, beta=1.0, alpha=1.0)
+        self.logits.append(scores.detach().masked_fill(mask < 0, -torch.inf)[:, None])
+        return x + scores.softmax(-1) @ x
+
+
+def keep_output(module: nn.Module) -> tuple[list[Tensor], Any]:
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept.append((output[0] if isinstance(output, tuple) else output).detach())
+
+    return kept, module.register_forward_hook(keep)
+
+
+def test_padding_of_the_encoder_is_not_the_decoders():
+    """Both sides have the same shape."""
+    torch.manual_seed(1)
+    plain = nn.Transformer(WIDTH, 2, 1, 2, 24, batch_first=True)
+    kept, hook = keep_output(plain.decoder.layers[1])
+    masks = {"src_key_padding_mask": PADDING, "memory_key_padding_mask": PADDING}
+    encoder, decoder = observe(plain, {"src": X, "tgt": X.flip(0)} | masks).stacks
+    hook.remove()
+    check_tokens(decoder.layers[1].tokens, kept[0])
+    check_tokens(encoder.entering, X, ~PADDING)
+    _, decoder = observe(plain, {"src": X, "tgt": X.flip(0), "tgt_key_padding_mask": PADDING} | masks).stacks
+    check_tokens(decoder.entering, X.flip(0), ~PADDING)
+    sizes: dict[str, Any] = {"vocab_size": 30, "num_heads": 2, "num_layers": 1, "d_model": 16, "d_kv": 8, "d_ff": 24}
+    sizes["decoder_start_token_id"] = 0
+    t5: Any = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
+    kept, hook = keep_output(t5.decoder.block[0])
+    ids = torch.randint(3, 30, (2, 5), generator=generator(42))
+    _, decoder = observe(t5, {"input_ids": ids, "labels": ids, "attention_mask": (~PADDING).long()}).stacks
+    hook.remove()
+    check_tokens(decoder.layers[0].tokens, kept[0])
+
+
+@pytest.mark.parametrize(("level", "dtype"), [(-1e4, torch.float64), (-1e9, torch.float64), (-1e4, torch.bfloat16)])
+def test_masks_that_are_added_to_large_logits(level: float, dtype: torch.dtype):
+    torch.manual_seed(2)
+    model: Any = nn.Sequential(SelfAttention(level), SelfAttention(level)).to(dtype)
+    (stack,) = observe(model, X.to(dtype)).stacks
+    (call,) = stack.layers[0].attention.values()
+    assert call.uniform_entropy[0] == pytest.approx(sum(math.log(keys) for keys in range(1, 6)) / 5)
+    if dtype is torch.float64:
+        check_attention(call, model[0].logits[0])
+        assert call.largest_logit[0] > 5.0
+
+
+def test_gradients_are_measured_where_the_caller_has_switched_them_off():
+    torch.manual_seed(3)
+    model = Attributes()
+    usual = observe(model, X)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert observe(model, X).stacks[0].layers == usual.stacks[0].layers
+    assert "no weight matrix has a gradient of it" in observe(model.requires_grad_(False), X).loss_kind
+    assert "gradient" not in usual.loss_kind
+
+
+def test_a_model_of_transformers_in_a_wrapper_is_drawn_by_its_own_code():
+    config = BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=30, initializer_range=3.0
+    )
+    wrapped = nn.DataParallel(AutoModel.from_config(config))
+    weight = make_fresh_copy(wrapped, 0).get_parameter("module.encoder.layer.0.output.dense.weight").detach()
+    assert float(weight.std()) == pytest.approx(3.0, abs=5 * 3.0 / (2 * weight.numel()) ** 0.5)
+    ids = torch.randint(3, 30, (2, 5), generator=generator(43))
+    assert shaped.diagnose(wrapped, {"input_ids": ids}, seeds=1).bands.source == "1 copy with fresh weights, drawn by init_weights"
+
+
+def test_fewer_copies_of_a_large_model(monkeypatch):
+    torch.manual_seed(4)
+    model = Attributes()
+    seen = observe(model, X)
+    assert bands.choose_copies(model, X, seen) == bands.SEEDS
+    monkeypatch.setattr(bands, "LONG", 3.5 * sum(p.numel() for p in model.parameters()) * 2 * 5)
+    assert bands.choose_copies(model, X, seen) == 3
+    assert shaped.diagnose(model, X).bands.source == "3 copies with fresh weights, drawn by each module's reset_parameters"
+    assert shaped.diagnose(model, X, seeds=4).bands.source.startswith("4 copies")
+    monkeypatch.setattr(bands, "LONG", 0.0)
+    assert bands.choose_copies(model, X, seen) == 2
+
+
+def test_a_prediction_with_a_soft_cap_is_not_the_band_of_fused_attention():
+    torch.manual_seed(5)
+    ids = torch.randint(3, 30, (1, 6), generator=generator(44))
+    for implementation, word in (("sdpa", "1 copy"), ("eager", "predicted")):
+        model: Any = AutoModel.from_config(FAMILIES["gemma2"](16, 2), attn_implementation=implementation)
+        assert word in shaped.diagnose(model, {"input_ids": ids}, seeds=1).bands.source
+
+
+def test_no_tokens_and_broken_input():
+    for x in (X[:, :0], X[:0]):
+        with refused("batch", "Attributes", "it has no tokens"):
+            observe(Attributes(), x)
+    assert observe(Attributes(), X * torch.nan).non_finite == "tokens that enter first"
+
+
+def test_random_numbers_of_the_models_gpus_are_kept_too(monkeypatch):
+    kept: list[list[int]] = []
+    plain = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: kept.append(list(devices)) or plain(devices=[]))
+    places = [SimpleNamespace(device=torch.device(name)) for name in ("cuda:1", "cpu", "cuda:0")]
+    with keep_random_numbers(SimpleNamespace(parameters=lambda: places, buffers=list)):  # pyright: ignore[reportArgumentType]
+        torch.rand(())
+    make_fresh_copy(Attributes(), 0)
+    assert kept == [[0, 1], []]
