@@ -154,3 +154,16 @@ def test_a_resumed_run_knows_what_was_before():
     assert not find_alarms(rows[-5:])
     rules = Alarms(rows[:-2])
     assert [alarm.kind for row in rows[-2:] for alarm in rules.check(row)] == ["gradients above their band"]
+
+
+def test_a_row_of_another_program_is_no_error():
+    assert not find_alarms([Row(number, 3.0, {}) for number in range(20)])
+
+
+def test_a_trend_is_that_of_steps_where_the_interval_changes():
+    """A run is resumed with a tenth of the interval: the trend of its rows is that of the steps, not ten times as steep."""
+    rows = []
+    for step in (*range(0, 4200, 100), *range(4200, 4800, 10)):
+        logit = 5.0 * math.exp(0.0005 * step)  # 40 at step 4,159, 100 at step 5,991
+        rows.append(Row(step, None, {"entropy_share": {"a": 0.9}, "largest_logit": {"a": logit}}))
+    assert not find_alarms(rows)

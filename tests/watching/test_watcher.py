@@ -169,6 +169,7 @@ def test_what_is_refused(tmp_path: Path):
         (("sequences", "2.5"), {"sequences": 2.5}),
         (("start", "-1"), {"start": -1}),
         (("stop", "'yes'"), {"stop": "yes"}),
+        (("tensorboard", "1"), {"tensorboard": 1}),
         (("out", "file"), {"out": tmp_path / "file"}),
     )
     for words, options in refusals:

@@ -117,7 +117,7 @@ class Alarms:
             return
         yield from self._judge_loss(row.step)
         candidates: dict[str, list[Alarm]] = {}
-        for layer in row.quantities["entropy_share"]:
+        for layer in row.quantities.get("entropy_share", {}):
             for alarm in (
                 *self._judge_attention(row.step, layer),
                 *self._judge_stream(row.step, layer),
@@ -146,32 +146,31 @@ class Alarms:
         if share < highest / ENTROPY_FALL:
             if share < ENTROPY_COLLAPSE:
                 yield Alarm("entropy collapse", step, layer, share, ENTROPY_COLLAPSE)
-            elif left := self._forecast(shares, ENTROPY_COLLAPSE):
+            elif left := self._forecast("entropy_share", layer, ENTROPY_COLLAPSE):
                 yield Alarm("entropy collapse", step, layer, share, ENTROPY_COLLAPSE, left)
         if logit > LOGITS_GROWTH * lowest:
             if logit > LOGITS_FATAL:
                 yield Alarm("growing logits", step, layer, logit, LOGITS_FATAL)
-            elif logit > LOGITS_HIGH and (left := self._forecast(logits, LOGITS_FATAL)):
+            elif logit > LOGITS_HIGH and (left := self._forecast("largest_logit", layer, LOGITS_FATAL)):
                 yield Alarm("growing logits", step, layer, logit, LOGITS_FATAL, left)
 
-    def _forecast(self, values: list[float], limit: float) -> int | None:
+    def _forecast(self, quantity: str, layer: str, limit: float) -> int | None:
         """Steps until the trend crosses the limit; None if it does not within HORIZON rows, or is not known yet."""
-        logs = [math.log(value) for value in values[-TREND:] if value > 0.0]
-        if self._count < WARM_UP + TREND or len(logs) < TREND or recent(values) == 0.0:
+        points = collect_logs(self._rows, quantity, layer)[-TREND:]
+        if self._count < WARM_UP + TREND or len(points) < TREND:
             return None
-        rate, way = fit_rate(logs), math.log(limit / recent(values))
-        every = self._rows[-1].step - self._rows[-2].step
-        return math.ceil(way / rate * every) if rate * way > 0.0 and way / rate <= HORIZON else None
+        rate, way = fit_rate(points), math.log(limit) - recent([log for _, log in points])
+        horizon = HORIZON * (self._rows[-1].step - self._rows[-2].step)
+        return math.ceil(way / rate) if rate * way > 0.0 and way / rate <= horizon else None
 
     def _judge_stream(self, step: int, layer: str) -> Iterator[Alarm]:
-        lengths = collect(self._rows, "length", layer)
-        limit = STREAM_GROWTH * recent(lengths)
-        left = self._forecast(lengths, limit)
-        if left is None or self._count < WARM_UP + 2 * TREND or len(lengths) < 2 * TREND:
+        points = collect_logs(self._rows, "length", layer)
+        if self._count < WARM_UP + 2 * TREND or len(points) < 2 * TREND:
             return
-        before, now = ([math.log(length) for length in part] for part in (lengths[-2 * TREND : -TREND], lengths[-TREND:]))
-        if fit_rate(now) >= (1.0 - SLOWING) * fit_rate(before):
-            yield Alarm("growing residual stream", step, layer, recent(lengths), limit, left)
+        length = math.exp(recent([log for _, log in points]))
+        left = self._forecast("length", layer, STREAM_GROWTH * length)
+        if left is not None and fit_rate(points[-TREND:]) >= (1.0 - SLOWING) * fit_rate(points[-2 * TREND : -TREND]):
+            yield Alarm("growing residual stream", step, layer, length, STREAM_GROWTH * length, left)
 
     def _judge_gradient(self, step: int, layer: str) -> Iterator[Alarm]:
         history = self._rows[max(0, WARM_UP - self._count + len(self._rows)) : -RECENT]
@@ -195,7 +194,7 @@ def measure_excess(alarm: Alarm) -> float:
 def find_non_finite(row: Row) -> str | None:
     """The first layer whose stream or gradient is not finite; "" if it is the loss alone, None if all is finite.
 
-    A quantity that was not measured is nan too. So a nan counts only if the loss is not finite either.
+    A row has inf there (`Row.of`), and nan for what was not measured. In a file both are null: so a nan counts if the loss is not finite.
     """
     loss_breaks = row.loss is not None and not math.isfinite(row.loss)
     for quantity in ("length", "gradient"):
@@ -211,6 +210,12 @@ def collect(rows: Iterable[Row], quantity: str, layer: str) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
+def collect_logs(rows: Iterable[Row], quantity: str, layer: str) -> list[tuple[int, float]]:
+    """Steps, and the logarithm of one layer's value where it is positive and finite."""
+    values = ((row.step, row.quantities.get(quantity, {}).get(layer, math.nan)) for row in rows)
+    return [(step, math.log(value)) for step, value in values if 0.0 < value < math.inf]
+
+
 def recent(values: list[float]) -> float:
     return median(values[-RECENT:])
 
@@ -219,10 +224,12 @@ def median(values: list[float]) -> float:
     return statistics.median(values) if values else math.nan
 
 
-def fit_rate(values: list[float]) -> float:
-    """Change a row: the median slope over all pairs (Theil 1950; Sen 1968), which one odd row hardly changes."""
-    pairs = combinations(enumerate(values), 2)
-    return statistics.median((after - before) / (later - earlier) for (earlier, before), (later, after) in pairs)
+def fit_rate(points: list[tuple[int, float]]) -> float:
+    """Change a step: the median slope over all pairs (Theil 1950; Sen 1968), which one odd row hardly changes.
+
+    The interval between rows may change, where a run is resumed with another one.
+    """
+    return statistics.median((after - before) / (later - earlier) for (earlier, before), (later, after) in combinations(points, 2))
 
 
 def robust_scale(values: list[float]) -> float:

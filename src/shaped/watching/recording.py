@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shaped.diagnosis.observation import StackObservation, label_parts, make_layer
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.stack import choose_layers
+from shaped.watching.uncompiled import run_uncompiled
 
 TOKENS = 128
 """Tokens of a sequence that are measured in the residual stream."""
@@ -20,9 +21,10 @@ TOKENS = 128
 class StepRecorder:
     """Records the model's next forward pass. Later passes of the step (accumulated batches, checkpointed layers) are not seen.
 
-    The function mode is on from the beginning to the end of that pass, so the rest of the step runs as always. Passes without gradients, of
-    a validation between two steps, do not count. Norms of gradients are taken while the backward pass adds them: before anything clips
-    them or sets them to zero. A compiled model runs uncompiled until `close`: the compiler would hide what it calls.
+    The function mode is on from the beginning to the end of that pass, so the rest of the step runs as always. Passes of a validation
+    between two steps do not count: those without gradients, and those in evaluation mode if one in training mode follows. Nor does a pass
+    that failed. Norms of gradients are taken while the backward pass adds them: before anything clips them or sets them to zero.
+    What is compiled runs uncompiled until `close`: the compiler would hide what it calls.
 
     Args:
         sequences: how many sequences of the batch are measured.
@@ -32,29 +34,28 @@ class StepRecorder:
         self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         self._sequences = sequences
         self._recorder: LayerRecorder | None = None
+        self._saw_training = False
         self._eager, self._pass = ExitStack(), ExitStack()
-        if any(module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in model.modules()):
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._eager.enter_context(run_uncompiled())
         self._removals: list[Callable[[], None]] = [
-            self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True).remove
+            self.model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True).remove
         ]
         self._norms: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and parameter.ndim >= 2:
                 self._removals.append(parameter.register_post_accumulate_grad_hook(self._norm_hook(name)).remove)
 
-    @property
-    def has_seen(self) -> bool:
-        return self._recorder is not None
-
-    def measure(self) -> tuple[StackObservation, ...]:
-        """Every quantity of every layer."""
+    def measure(self, scale: float | None = None) -> tuple[StackObservation, ...]:
+        """Every quantity of every layer. `scale`: what the loss was multiplied by; gradients that overflow for it are left out."""
         if self._recorder is None:
             raise ValueError(
                 f"model must be called with gradients in every step that is watched, got no call of {type(self.model).__name__}: "
                 "watch the module that the loop calls"
             )
-        return make_stacks(self.model, self._recorder, self._norms)
+        norms = self._norms if scale is None else {name: norm / scale for name, norm in self._norms.items()}
+        if scale is not None and not all(bool(norm.isfinite()) for norm in norms.values()):
+            norms = {}
+        return make_stacks(self.model, self._recorder, norms)
 
     def close(self) -> None:
         """Removes the hooks. May be called twice."""
@@ -64,23 +65,45 @@ class StepRecorder:
         self._eager.close()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._recorder is None and torch.is_grad_enabled():
+        is_better = self._recorder is None or (module.training and not self._saw_training)
+        if torch.is_grad_enabled() and is_better:
+            self._pass.close()
+            self._saw_training = module.training
             self._recorder = self._pass.enter_context(LayerRecorder(self.model, kwargs, self._sequences, TOKENS))
             self._recorder.begin_call(args, kwargs)
             # Registered now: it must come after the recorder's own hook of the model.
-            self._removals.append(self.model.register_forward_hook(self._end, always_call=True).remove)
+            self._pass.callback(self.model.register_forward_hook(Hook(self._end), always_call=True).remove)
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._pass.close()
+        if output is None:  # an error in the pass, which the loop may catch: out of memory
+            self._recorder = None
 
     def _norm_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             if parameter.grad is not None:  # accumulated batches call this again: the last norm is that of their sum
-                self._norms[name] = torch.linalg.vector_norm(
-                    parameter.grad.detach(), dtype=torch.promote_types(parameter.dtype, torch.float32)
-                )
+                gradient = parameter.grad.detach()
+                gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+                self._norms[name] = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
         return hook
+
+
+class Hook:
+    """A hook that does nothing in a copy of the model, and in one that is loaded: a loop may copy or save the model between two steps."""
+
+    def __init__(self, function: Callable[..., None]):
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (do_nothing,)
+
+
+def do_nothing(*_: Any) -> None:
+    pass
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ class Row:
     loss: float | None
     """Mean over the steps since the row before; None where it is not known."""
     quantities: dict[str, dict[str, float]]
-    """Quantity → layer → number: those of `shaped.diagnose`, behind each layer. nan where a layer has none."""
+    """Quantity → layer → number: those of `shaped.diagnose`, behind each layer. nan where a layer has none; a
+    stream or a gradient that is not finite is inf."""
 
     @classmethod
     def of(cls, step: int, loss: float | None, stacks: tuple[StackObservation, ...]) -> Row:
@@ -28,6 +29,10 @@ class Row:
             for name, values in list_curves(stack).items():
                 behind = values[len(values) - len(stack.layers) :]  # curves of the tokens also have what enters the first layer
                 found[name] |= {layer.name: value for layer, value in zip(stack.layers, behind, strict=True)}
+            for layer in stack.layers:
+                for name, was_measured in (("length", layer.tokens.tokens > 0), ("gradient", bool(layer.gradients))):
+                    if was_measured and math.isnan(found[name][layer.name]):
+                        found[name][layer.name] = math.inf
         return cls(step, loss, found)
 
     def to_json(self) -> dict[str, Any]:

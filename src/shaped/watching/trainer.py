@@ -42,13 +42,11 @@ class WatchCallback(LayerLogCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A resumed run continues the file, and the alarms know what was before."""
-        if self.stop and args.world_size > 1:
-            raise ValueError(f"stop must be False where several processes train, which would not all stop, got {args.world_size} processes")
         self._close()
         self.watcher = watch(
             kwargs["model"],
             every=self.every,
-            out=(args.output_dir or ".") if state.is_world_process_zero else None,
+            out=args.output_dir or ".",
             stop=self.stop,
             sequences=self.sequences,
             start=state.global_step,
@@ -60,7 +58,9 @@ class WatchCallback(LayerLogCallback):
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.watcher is not None
         count, losses = len(self.watcher.rows), self._losses
-        alarms = self.watcher.step(torch.stack(losses).sum() / (1 if self._are_shares else len(losses)) if losses else None)
+        loss = torch.stack(losses).sum() / (1 if self._are_shares else len(losses)) if losses else None
+        scaler = getattr(kwargs.get("optimizer"), "scaler", None)  # accelerate's, in half precision
+        alarms = self.watcher.step(loss, scale=None if scaler is None else scaler.get_scale())
         self._losses = []
         if len(self.watcher.rows) > count:
             self.log_row(self.watcher.rows[-1].to_json(), args, state, control, **kwargs)

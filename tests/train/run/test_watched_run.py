@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from refusals import refused
 from shaped.train.run import loop
+from shaped.train.run.diagnostics import describe_alarm
 from shaped.train.run.loop import pretrain
-from shaped.train.run.metrics import read_metrics
+from shaped.train.run.metrics import Metrics, read_metrics
 from shaped.train.run.settings import Settings
-from shaped.train.run.stopping import Alarmed
+from shaped.train.run.stopping import Alarmed, Stopped
 from shaped.watching.alarms import Alarm, Alarms
 
 
@@ -68,6 +70,48 @@ def test_an_alarm_stops_the_run_with_a_checkpoint_and_is_not_given_again(tiny: S
     )
     assert pretrain(settings).steps == 40
     assert seen == [[], [10, 20]]
+
+
+def test_a_watched_run_that_is_resumed_between_two_looks_writes_the_same_lines(tiny: Settings, monkeypatch: pytest.MonkeyPatch):
+    whole = replace(tiny, steps=20, warmup=10, watch_every=10)
+    cut = replace(whole, out=tiny.out / "cut", checkpoint_every=15)
+    pretrain(replace(whole, out=tiny.out / "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "_look_for_alarms", lambda self, look=loop.Run._look_for_alarms: look(self) if self.step < 20 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pretrain(cut)
+    pretrain(cut)
+    one, other = (read_metrics(tiny.out / name / "metrics.jsonl", "watch") for name in ("whole", "cut"))
+    assert one == other
+
+
+def test_an_alarm_goes_to_tensorboard_also_if_it_is_no_forecast(tmp_path: Path):
+    metrics = Metrics(tmp_path, 0, True, print)
+    for left in (None, 7):
+        metrics.write(3, "alarm", **describe_alarm(Alarm("growing logits", 3, "layer 2", 60.0, 50.0, left)))
+    metrics.close()
+    assert [event.value for event in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("alarm/steps_left")] == [7.0]
+
+
+def test_a_run_that_is_not_watched_keeps_no_losses(tiny: Settings):
+    run = loop.Run(replace(tiny, steps=2, warmup=1), 0, 1, print, False, loop.StepperCache())
+    run.finish()
+    assert run._watched_losses == []
+
+
+def test_a_stop_has_one_reason_in_all_processes(tiny: Settings, monkeypatch: pytest.MonkeyPatch):
+    """The first process has an alarm: the others raise the same. Ctrl-C ends a study also if there is an alarm at that moment."""
+    run = loop.Run(replace(tiny, steps=2, warmup=1, watch_every=1, watch_stop=True), 0, 1, print, False, loop.StepperCache())
+    run.stop.alarm, run.stop.interrupted = "step 1: growing logits", True
+    assert type(run._explain_stop()) is Stopped
+    run.stop.interrupted = False
+    assert type(run._explain_stop()) is Alarmed
+    run.stop.alarm = ""
+    others = iter([False, True])  # interrupted, alarmed
+    monkeypatch.setattr(loop, "is_any", lambda flag, device: flag or next(others))
+    error = run._explain_stop()
+    assert type(error) is Alarmed
+    assert "stopped by an alarm (of the first process) at step 0 of 2" in str(error)
 
 
 def test_a_stop_without_watching_is_refused(tiny: Settings):

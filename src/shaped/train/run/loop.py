@@ -87,6 +87,7 @@ class Run:
         self.stepper = steppers.get(self.model, self.objective.loss, self.config, self.batches.sizes, log)
         self._before = 0.0  # seconds that earlier commands spent, up to the checkpoint
         self._losses: list[float] = []  # of the last steps, at most `log_every`
+        self._watched_losses: list[float] = []  # since the last look
         self.step, written = self._resume()
         if unused := settings.find_unused():
             log(f"this model has no use for {', '.join(unused)}")
@@ -95,7 +96,6 @@ class Run:
         self.metrics = Metrics(self.out, self.step, settings.tensorboard, log, written) if rank == 0 else None
         self.stop = StopRequest(settings.minutes, self.began)
         self._watch = diagnostics.RunWatch(read_metrics(self.metrics.path)) if self.metrics and settings.watch_every else None
-        self._watched_losses: list[float] = []  # since the last look
 
     def finish(self) -> Result:
         """Trains to the last step, and writes the model and the result."""
@@ -106,15 +106,21 @@ class Run:
                     self._advance(show)
                     if is_any(stop.is_due, self.config.device) and self.step < settings.steps:
                         self.save()
-                        after = "goes on from there" if settings.keep else "begins anew, since no checkpoints are kept"
-                        raise (Alarmed if stop.alarm else Stopped)(
-                            f"{stop.why} at step {self.step} of {settings.steps}; the same command {after}"
-                        )
+                        raise self._explain_stop()
             self._complete_metrics()
         finally:
             if self.metrics is not None:
                 self.metrics.close()
         return self._export()
+
+    def _explain_stop(self) -> Stopped:
+        """The same class in every process: a study goes on after an alarm, and not after an interruption."""
+        interrupted, alarmed = (is_any(flag, self.config.device) for flag in (self.stop.interrupted, bool(self.stop.alarm)))
+        if alarmed and not self.stop.alarm:
+            self.stop.alarm = "of the first process"
+        after = "goes on from there" if self.settings.keep else "begins anew, since no checkpoints are kept"
+        kind = Alarmed if alarmed and not interrupted else Stopped
+        return kind(f"{self.stop.why} at step {self.step} of {self.settings.steps}; the same command {after}")
 
     def _advance(self, show: Callable[..., None]) -> None:
         """To the next step at which something is due, or to the end of a chunk."""
@@ -136,9 +142,10 @@ class Run:
         last = self.step == settings.steps
         if self.step % settings.observe_every == 0 or last:
             self._write_layers()
-        self._watched_losses += losses
-        if settings.watch_every and self.step % settings.watch_every == 0:
-            self._look_for_alarms()
+        if settings.watch_every:
+            self._watched_losses += losses
+            if self.step % settings.watch_every == 0:
+                self._look_for_alarms()
         if self.step % settings.evaluate_every == 0 or last:
             loss = self._write_test(None if last else settings.test_rows)
             if not self.progress:
@@ -232,6 +239,8 @@ class Run:
         self._losses = about["losses"]
         spent, written = about.get("seconds"), about.get("metrics")  # older checkpoints have neither
         self._before = spent if isinstance(spent, float) else 0.0
+        watched = about.get("watched") if self.settings.watch_every else None
+        self._watched_losses = [loss for loss in watched if isinstance(loss, int | float)] if isinstance(watched, list) else []
         self.log(f"going on from step {about['step']} of {self.settings.steps}")
         return about["step"], written if isinstance(written, int) else 0
 
@@ -240,6 +249,7 @@ class Run:
         if self.rank == 0 and self.settings.keep:
             about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml(), "data": self.hashes, "losses": self._losses}
             about |= {"seconds": self._count_seconds(), "metrics": 0 if self.metrics is None else self.metrics.count}
+            about |= {"watched": self._watched_losses} if self._watched_losses else {}
             checkpoint.save(self.out / "checkpoints", self.step, self.stepper.state(), about, self.settings.keep)
         wait_for_all()
 

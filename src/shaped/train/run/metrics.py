@@ -47,6 +47,7 @@ class Metrics:
             for name, value in values.items():
                 if isinstance(value, str):
                     self._writer.add_text(f"{kind}/{name}", value, step)
+                if value is None or isinstance(value, str):
                     continue
                 for layer, number in enumerate(value, 1) if isinstance(value, list) else ((None, value),):
                     group = "watch/" if kind == "watch" else ""
