@@ -1,7 +1,8 @@
 """A hash of the code that computes the numbers and claims of a page.
 
 The code is found by following imports from the page's module, also those inside functions. A file that is moved or added is thus seen
-without a list to keep up to date, and a change elsewhere leaves the page's cache valid.
+without a list to keep up to date, and a change elsewhere leaves the page's cache valid. The package's own `__init__` imports everything:
+of it only the names count that are used, `shaped.solve` and the like.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ def hash_code(module: str, root: Path = ROOT) -> str:
 def list_sources(module: str, root: Path = ROOT) -> list[Path]:
     """The file of a module of this package, and of all modules of this package that it imports, directly or not."""
     found: dict[str, Path] = {}
+    exported = list_exports((root / "__init__.py").read_bytes())
     waiting = [module]
     while waiting:
         name = waiting.pop()
+        name = exported.get(name, name)
         path = find_source(name, root)
         if path is None or name in found or name in DRAWING:
             continue
@@ -44,22 +47,34 @@ def list_sources(module: str, root: Path = ROOT) -> list[Path]:
 
 
 def find_source(name: str, root: Path) -> Path | None:
-    """The file of a module, or None where the name is no module of this package: another package's, or a function in a module."""
+    """The file of a module, or None where the name is no module inside this package: another package's, or a function in a module."""
     first, *rest = name.split(".")
     place = root.joinpath(*rest)
-    for path in (place.with_suffix(".py") if rest else place / "__init__.py", place / "__init__.py"):
-        if first == "shaped" and path.is_file():
+    for path in (place.with_suffix(".py"), place / "__init__.py"):
+        if first == "shaped" and rest and path.is_file():
             return path
     return None
 
 
+def list_exports(source: bytes) -> dict[str, str]:
+    """The module behind every name of the package: shaped.solve to shaped.limit."""
+    imports = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom) and node.module is not None]
+    modules = [node for node in imports if node.module != "shaped"]  # `from shaped import nn` is a module already
+    return {f"shaped.{alias.name}": str(node.module) for node in modules for alias in node.names}
+
+
 @cache
 def list_imports(source: bytes) -> tuple[str, ...]:
-    """Every name that may be a module: for `from a.b import c`, both a.b and a.b.c. The package has no relative imports."""
+    """Every name that may be a module: for `from a.b import c`, both a.b and a.b.c; with `import shaped`, each `shaped.name` that is used.
+
+    The package has no relative imports.
+    """
     names: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "shaped":
+            names.append(f"shaped.{node.attr}")
     return tuple(names)
