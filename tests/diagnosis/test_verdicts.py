@@ -17,6 +17,7 @@ from shaped.diagnosis import Diagnosis
 from shaped.diagnosis.bands import Bands
 from shaped.diagnosis.observation import LayerObservation, Observation, StackObservation
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
+from shaped.diagnosis.page import render_page
 from shaped.diagnosis.reinitialised import draw_weights, make_fresh_copy
 from shaped.diagnosis.verdicts import Finding, judge, measure_risk
 from shaped.testing.stats import generator
@@ -84,6 +85,9 @@ def test_a_risk_without_a_verdict_is_explained():
     assert not found.verdicts
     assert "the odds add up (1 at a threshold): dead units 0.82, rank collapse 0.63" in found.remark
     assert "several thresholds are near" in repr(found)
+    page = render_page(found.to_json())
+    assert "the odds add up" in page
+    assert "No rule found a risk" not in page
     for other in (make_observation(), make_observation(dead=0.6)):
         assert not Diagnosis(other, Bands({}, ""), judge(other)).remark
 

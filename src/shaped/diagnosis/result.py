@@ -78,6 +78,7 @@ class Diagnosis:
             {
                 "info": self.info,
                 "risk": self.risk,
+                "remark": self.remark,
                 "verdicts": [asdict(finding) for finding in self.verdicts],
                 "findings": [asdict(finding) for finding in self.findings],
                 "remedies": None if self.remedies is None else [asdict(trial) | {"outcome": trial.outcome} for trial in self.remedies],

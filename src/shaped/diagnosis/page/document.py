@@ -58,10 +58,13 @@ def render_verdicts(name: str, content: dict[str, Any]) -> str:
     kind = "bad" if risk >= 0.5 else "good"
     said = f"{len(content['verdicts'])} rule{'s' if len(content['verdicts']) != 1 else ''} beyond the threshold"
     cards = "".join(render_verdict(verdict, content) for verdict in content["verdicts"])
-    none = '<p class="card">No rule found a risk. The rules that came nearest are in the table below the curves.</p>\n'
+    remark = content["remark"]
+    why = f"Risk {risk:.2f}: {remark}." if remark else "No rule found a risk."
+    none = f'<p class="card">{to_html(why)} The rules that came nearest are in the table below the curves.</p>\n'
+    cards += none if remark or not cards else ""
     return (
         f'<h1>{to_html(name)}: <span class="{kind}">risk {risk:.2f}</span></h1>\n'
-        f'<p class="soft">{to_html(said)}. Risk is 1/2 or more where a threshold is reached.</p>\n{cards or none}'
+        f'<p class="soft">{to_html(said)}. Risk is 1/2 or more where a threshold is reached.</p>\n{cards}'
     )
 
 

@@ -24,9 +24,12 @@ def show_share(value: float | None) -> str:
 
 def render_table(label: str, columns: Iterable[str], rows: Iterable[Iterable[Any]], words: int = 1, tall: bool = False) -> str:
     """A table that scrolls by itself. The first `words` columns are text, the others numbers."""
-    kinds = lambda number: "" if number < words else ' class="number"'  # noqa: E731
-    head = "".join(f'<th scope="col"{kinds(i)}>{to_html(name)}</th>' for i, name in enumerate(columns))
-    body = "".join(f"<tr>{''.join(f'<td{kinds(i)}>{to_html(cell)}</td>' for i, cell in enumerate(row))}</tr>\n" for row in rows)
+
+    def mark(column: int) -> str:
+        return "" if column < words else ' class="number"'
+
+    head = "".join(f'<th scope="col"{mark(i)}>{to_html(name)}</th>' for i, name in enumerate(columns))
+    body = "".join(f"<tr>{''.join(f'<td{mark(i)}>{to_html(cell)}</td>' for i, cell in enumerate(row))}</tr>\n" for row in rows)
     size = "wide tall" if tall else "wide"
     return (
         f'<div class="{size}" role="region" tabindex="0" aria-label="{to_html(label)}"><table><thead><tr>{head}</tr></thead>\n'

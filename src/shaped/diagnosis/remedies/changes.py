@@ -5,6 +5,7 @@ Each is a `TorchFunctionMode`. It is entered after the `CallWatcher`, so that th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from shaped.nn.functional import rms_norm
 RELUS = {F.relu, torch.relu, Tensor.relu}
 
 
-class CallChange(TorchFunctionMode):
+class CallChange(TorchFunctionMode, ABC):
     """Calls something else in place of some functions. `applied` counts these calls."""
 
     def __init__(self) -> None:
@@ -33,8 +34,9 @@ class CallChange(TorchFunctionMode):
                 return SEEN_MULTI_HEAD_ATTENTION(*args, **(kwargs or {}))
         return self.call(func, args, kwargs or {})
 
+    @abstractmethod
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        """What is called in place of the function, or the function itself."""
 
 
 class AttentionChange(CallChange):
@@ -54,8 +56,9 @@ class AttentionChange(CallChange):
             self._scores.follow(func, (*args, *kwargs.values()), result)
         return result
 
+    @abstractmethod
     def attend(self, func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        raise NotImplementedError
+        """Attention, changed. `func` is the model's own."""
 
     def soften(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return func(input, *args, **kwargs)
