@@ -43,6 +43,7 @@ def environment() -> dict[str, Any]:
 
 
 def report(path: Path, result: dict[str, Any]) -> None:
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    program = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[1])
+    command = shlex.join(["python", program.as_posix(), *sys.argv[1:]])
     write_json(path, {"command": command, "environment": environment()} | result)
     print(f"written: {path}")

@@ -6,8 +6,8 @@
 
 The runs are causal language models of width 64 on synthetic text, 1,200 steps, watched every 10. Runs of the tuning half were seen while
 the rules, what a death is and the plan of the runs were chosen: its numbers show no more than that the rules fit it. The judging half has
-other seeds, and sound runs of its own: 0 false alarms of 75 bound their share by 3.9 % (95 %, one-sided). It is to be run once, with all
-of this fixed; it has not been run yet.
+other seeds, and sound runs of its own: 0 false alarms of 75 bound their share by 3.9 % (95 %, one-sided). It was run once, with all
+of this fixed: docs/watch.md.
 
 Runs whose rows are in `--rows` are not made again: a command that was killed loses only the runs that it was at.
 `--judge` applies the rules to the rows that are there already, and makes none.
