@@ -101,8 +101,9 @@ def draw_settings(count: int) -> list[Setting]:
 def make_model(setting: Setting) -> ShapedForCausalLM:
     gamma: dict[str, Any] = {} if setting.gamma is None else {"gamma": setting.gamma}
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": HIDDEN}
+    # tau0 = 1 was the default when the study was run, also with QK-norm.
     config = ShapedConfig(
-        num_hidden_layers=setting.depth, max_position_embeddings=TOKENS, use_cache=False, **sizes, **KINDS[setting.kind], **gamma
+        num_hidden_layers=setting.depth, max_position_embeddings=TOKENS, use_cache=False, tau0=1.0, **sizes, **KINDS[setting.kind], **gamma
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(setting.number)

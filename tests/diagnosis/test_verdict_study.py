@@ -165,3 +165,18 @@ def test_tables_count_what_is_found_and_missed(study: Any, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "- b, depth 4, scale 1: risk 0.40 (no verdict), loss not finite" in printed
     assert "- b, depth 4, scale 1: risk 0.60 (no verdict), loss 1.00" in printed
+
+
+def test_the_page_has_the_tables_of_the_results(study: Any, capsys: pytest.CaptureFixture[str]):
+    docs = STUDIES.parents[1] / "docs"
+    tables = sys.modules["verdict_tables"]
+    tables.print_tables(tables.make_tables(json.loads((docs / "results" / "verdicts.json").read_text())["models"]))
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(printed) > 15
+    assert set(printed) <= set((docs / "diagnose.md").read_text(encoding="utf-8").splitlines())
+
+
+def test_the_rules_are_those_of_the_study(study: Any):
+    """A change of the rules makes the tables in docs/diagnose.md old: run the study again, or say there which rules it had."""
+    results = json.loads((STUDIES.parents[1] / "docs" / "results" / "verdicts.json").read_text())
+    assert study.describe_protocol(study.STEPS) == {name: value for name, value in results["protocol"].items() if name != "thresholds"}

@@ -62,6 +62,17 @@ def test_blocks_with_norms_have_the_usual_temperature_whatever_tau0_is():
         assert attention.scale == (N // HEADS) ** -0.5
 
 
+@pytest.mark.parametrize("block", ["shaped", "vanilla"])
+def test_qk_norm_has_the_usual_temperature_by_default(block, tmp_path):
+    """Normalised queries and keys have logits of at most n_k·scale: with tau0 = 1 attention could not select a token."""
+    model = made(ShapedModel, block=block, qk_norm=True)
+    assert model.layers[0].block.attention.scale == pytest.approx((N // HEADS) ** -0.5)
+    assert made(ShapedModel, block=block).config.tau0 == 1.0
+    made(ShapedModel, block=block, qk_norm=True, tau0=1.0).save_pretrained(tmp_path)
+    kept = ShapedModel.from_pretrained(tmp_path)
+    assert kept.layers[0].block.attention.scale == pytest.approx((N * N // HEADS) ** -0.5)
+
+
 @pytest.mark.parametrize("arm", ["learn-qk-gain", "preln-rms-qk"])
 def test_generation_with_qk_norm_does_not_depend_on_the_cache(arm):
     """The cache holds keys that are normalised already."""

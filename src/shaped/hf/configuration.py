@@ -44,7 +44,9 @@ class ShapedConfig(PreTrainedConfig):
         rope_base: the base of the angles of rope.
         gamma: initial gain of the residual branches; the shortcuts start at sqrt(1 - gamma²).
         gamma_feedforward: initial gain of the feed-forward branches; gamma by default.
-        tau0: temperature of shaped attention, and of vanilla attention with QK-norm; hidden_size^-1/2 is the usual one.
+        tau0: temperature of shaped attention, and of vanilla attention with QK-norm. By default 1, the paper's; with QK-norm
+            hidden_size^-1/2, the usual one, since there logits stay below sqrt(n_k/hidden_size)/tau0: with tau0 = 1 attention could never
+            select a token.
         activation: one of `shaped.nn.activations.ACTIVATIONS`, shaped in the blocks that are shaped, plain in the others.
         c_minus: the negative slope of the shaped ReLU starts at 1 + c_minus/sqrt(hidden_size).
         schedule: the shaping is "fixed", trained ("learn") or annealed to 0 in `recover_steps` steps ("recover").
@@ -78,7 +80,7 @@ class ShapedConfig(PreTrainedConfig):
     init: str = "theory"
     gamma: float = 0.1
     gamma_feedforward: float | None = None
-    tau0: float = 1.0
+    tau0: float | None = None
     c_minus: float = C_MINUS
     activation: str = "relu"
     schedule: str = "fixed"
@@ -118,6 +120,8 @@ class ShapedConfig(PreTrainedConfig):
                 in_range(name, getattr(self, name), 0.0, 1.0 if name == "gamma_feedforward" else 1e3)
                 if self.tie_word_embeddings and name.endswith("_std"):
                     positive(name, getattr(self, name))
+        if self.tau0 is None:
+            self.tau0 = self.hidden_size**-0.5 if self.qk_norm else 1.0
         positive("tau0", self.tau0, SINGLE)
         positive("dyt_alpha", self.dyt_alpha, SINGLE)
         positive("rope_base", self.rope_base, SINGLE)
