@@ -1,6 +1,7 @@
 """The race of docs/race.md: the protocol as a program.
 
     python benchmarks/studies/race.py tune recover-qk preln-qk --data data --out runs/race --minutes 9
+    python benchmarks/studies/race.py lengthen recover-qk preln-qk --data data --out runs/full
     python benchmarks/studies/race.py final recover-qk --data data --out runs/finals --seeds 1 2 3
     python benchmarks/studies/race.py table
 
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shaped.figures.harness.claims import student
 from shaped.train.run.loop import pretrain
-from shaped.train.run.settings import DEFAULTS, Settings
+from shaped.train.run.settings import DEFAULTS, TAU0, Settings
 from shaped.train.run.stopping import Diverged, Stopped
 from shaped.train.run_records import RunRecord, read_runs
 from shaped.train.step.stepper_cache import StepperCache
@@ -29,8 +31,10 @@ RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 EMBEDDING_LR = 5e-3  # of the embedding tables, at every learning rate of the rest
 VARIANCE_ONE = 0.5**0.5  # standard deviation of the tables: tokens + positions have variance 1, whatever the initialisation of the rest
 DIVERGED = math.log(32_000)
+TOKENS = 128  # of a row
 TUNING: dict[str, Any] = {"steps": 4000, "evaluate_every": 4000, "observe_every": 1000, "keep": 0, "seed": 0}
 FINAL: dict[str, Any] = {"steps": 20_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 1, "checkpoint_every": 5000}
+LONG: dict[str, Any] = FINAL | {"seed": 0}
 QUIET: dict[str, Any] = {"save_model": False, "tensorboard": False}
 
 Choice = tuple[str, dict[str, Any]]
@@ -72,14 +76,17 @@ ARMS = {
 MOST_CHOICES = max(len(arm.choices) for arm in ARMS.values())
 
 
-def tune(name: str, measure: Measure) -> dict[str, Any]:
-    """The arm's tuned settings: the best learning rate of the grid, each choice that lowers the loss, and again the best learning rate."""
+def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
+    """The arm's tuned settings: the best learning rate of the grid, each choice that lowers the loss, and again the best learning rate.
+
+    Without `free` the grid alone.
+    """
     arm = ARMS[name]
     losses = {rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)) for rate in RATES}
     rate = _extend(losses, lambda rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)))
     best, kept = losses[rate], set_rate(arm.settings, rate)
     changed = False
-    for number, (label, change) in enumerate(arm.choices, 1):
+    for number, (label, change) in enumerate(arm.choices if free else (), 1):
         loss = measure(f"{name}-{number}-{label}", kept | change)
         if loss < best:
             best, kept, changed = loss, kept | change, True
@@ -87,6 +94,23 @@ def tune(name: str, measure: Measure) -> dict[str, Any]:
         return kept
     rate = _extend({rate: best}, lambda rate: measure(f"{name}-again-{rate:g}", set_rate(kept, rate)))
     return set_rate(kept, rate)
+
+
+def lengthen(name: str, measure: Measure) -> dict[str, Any]:
+    """The best settings at the finals' length: those of the grid's best rate and the tuned ones, each with its rate tuned again."""
+    starts = {"grid": tune(name, measure, free=False), "tuned": tune(name, measure)}
+    if starts["grid"] == starts["tuned"]:
+        del starts["grid"]
+    found: list[tuple[float, dict[str, Any]]] = []
+    for label, start in starts.items():
+
+        def run(rate: float, label: str = label, start: dict[str, Any] = start) -> float:
+            return measure(f"{name}-full-{label}-{rate:g}", LONG | set_rate(start, rate))
+
+        losses = {start["lr"]: run(start["lr"])}
+        rate = _extend(losses, run)
+        found.append((losses[rate], set_rate(start, rate)))
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def _extend(losses: dict[float, float], measure: Callable[[float], float]) -> float:
@@ -170,10 +194,43 @@ def make_tables(known: dict[str, RunRecord]) -> str:
         ["arm", *(f"{rate:g}" for rate in rates), "sensitivity"],
         ["arm", *(f"choice {k}" for k in range(1, 1 + MOST_CHOICES)), "rates again", "tuned settings"],
     )
+    tables = [*zip(heads, (by_rate, by_choice), strict=True), (LONG_RUNS, _format_long_runs(known))]
     return "\n\n".join(
-        "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *filter(None, rows)))
-        for head, rows in zip(heads, (by_rate, by_choice), strict=True)
+        "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *filter(None, rows))) for head, rows in tables
     )
+
+
+LONG_RUNS = ["arm", "settings", "seeds", "test loss", "95 % interval", "ms a step"]
+
+
+def _format_long_runs(known: dict[str, RunRecord]) -> list[list[str]]:
+    """A row for each arm and settings of the finals' length, the lowest loss first."""
+    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    for name, run in known.items():
+        if run.settings["steps"] == FINAL["steps"] and run.result is not None:
+            arm = max((arm for arm in ARMS if name.startswith(f"{arm}-")), key=len)
+            usual = DEFAULTS | {"lr": None, "tau0": run.settings["width"] ** -0.5 if run.settings["qk_norm"] else TAU0}
+            shown = {key: run.settings[key] for key in SHOWN if run.settings[key] != usual[key]}
+            groups.setdefault((arm, _format_settings(shown)), []).append(run)
+    rows = []
+    for (arm, shown), runs in groups.items():
+        losses = [run.result.test_loss for run in runs if run.result is not None]
+        mean = statistics.mean(losses)
+        reach = student(len(losses) - 1) * statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.inf
+        interval = f"{mean - reach:.3f} to {mean + reach:.3f}" if len(losses) > 1 else "one seed"
+        seeds = ", ".join(str(run.settings["seed"]) for run in runs)
+        pace = statistics.median(milliseconds_a_step(run) for run in runs)
+        rows.append((mean, [f"`{arm}`", shown, seeds, f"{mean:.3f}", interval, f"{pace:.2f}"]))
+    return [cells for _, cells in sorted(rows)]
+
+
+SHOWN = ("lr", "embedding_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
+
+
+def milliseconds_a_step(run: RunRecord) -> float:
+    """The median over the run, which leaves out compilation and evaluation."""
+    rates = [line["tokens_per_second"] for line in run.metrics if line["kind"] == "train"]
+    return 1e3 * run.settings["batch"] * TOKENS / statistics.median(rates)
 
 
 def _format_rates(known: dict[str, RunRecord], name: str, rates: list[float]) -> list[str]:
@@ -202,10 +259,14 @@ def _format_choices(known: dict[str, RunRecord], name: str) -> list[str]:
 
     try:
         tuned = {key: value for key, value in tune(name, look_up).items() if key not in ARMS[name].settings}
-        chosen = ", ".join(f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {value}" for key, value in tuned.items())
+        chosen = _format_settings(tuned)
     except Missing:
         chosen = "not finished"
     return [f"`{name}`", *cells, *[""] * (MOST_CHOICES - len(cells)), ", ".join(again), chosen] if cells else []
+
+
+def _format_settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {value}" for key, value in settings.items())
 
 
 def _is_rate(text: str) -> bool:
@@ -214,7 +275,7 @@ def _is_rate(text: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "final", "table"))
+    parser.add_argument("what", choices=("tune", "lengthen", "final", "table"))
     parser.add_argument("arms", nargs="*", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("runs/race"))
@@ -230,10 +291,11 @@ def main() -> None:
     track = Track(given.data, given.out, given.minutes)
     try:
         for name in given.arms:
-            tuned = tune(name, lambda run, settings: track.measure(run, TUNING | settings))
-            print(f"{name}: tuned {tuned}", flush=True)
+            search = tune if given.what == "tune" else lengthen
+            settings = search(name, lambda run, settings: track.measure(run, TUNING | settings))
+            print(f"{name}: {settings}", flush=True)
             for seed in given.seeds if given.what == "final" else ():
-                track.measure(f"{name}-final-{seed}", FINAL | tuned | {"seed": seed})
+                track.measure(f"{name}-final-{settings['lr']:g}-{seed}", FINAL | settings | {"seed": seed})
     except OutOfTime as error:
         print(f"{error}: the same command goes on", flush=True)
 

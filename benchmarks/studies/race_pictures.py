@@ -1,0 +1,118 @@
+"""The pictures of docs/race.md, from the runs in docs/results.
+
+    python benchmarks/studies/race_pictures.py [--samples 1024] [--out docs/images]
+
+race-finals.png: test loss against steps and against seconds of the GPU, of the runs of the finals' length.
+race-theory.png: what QK-norm changes. Left, the SDE of the race's shaped arms: the share of paths that explode, if the tokens' variance has
+grown by a factor. Right, the race: the test loss after 4,000 steps against the learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import report
+from race import ARMS, RATES, TUNING, find_loss, milliseconds_a_step, read_known, set_rate
+
+import shaped
+from shaped.figures.harness.style import BLACK, BLUE, GREEN, GREY, ORANGE, apply_style, make_panels
+from shaped.files import write_atomically
+from shaped.intervals import share_interval
+from shaped.train.run.settings import DEFAULTS, TAU0
+from shaped.train.run_records import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = {"recover": BLUE, "learn": ORANGE, "preln": GREEN}
+NAMES = {"recover": "Recover", "learn": "Learn", "preln": "Pre-LN"}
+WIDTH, DEPTH, HEADS, GAMMA = (DEFAULTS[name] for name in ("width", "depth", "heads", "gamma"))
+FACTORS = np.geomspace(1.0, 100.0, 25)
+USUAL = WIDTH**-0.5
+ATTENTION = {  # the race's two temperatures, and what QK-norm alone changes
+    "τ0 = 0.01 (recover)": (False, TAU0, "o-", BLACK),
+    "τ0 = n^(−1/2)": (False, USUAL, "^-", GREY),
+    "QK-norm, τ0 = n^(−1/2) (recover-qk)": (True, USUAL, "s--", BLUE),
+}
+M, RHO, SEED = 8, 0.1, 0
+Known = dict[str, RunRecord]
+
+
+def count_exploding(name: str, factor: float, samples: int) -> dict[str, Any]:
+    """Of the race's shaped blocks at initialisation, as SDE to the time depth/width, from tokens whose variance is this factor."""
+    qk_norm, tau0, *_ = ATTENTION[name]
+    attention = shaped.ShapedAttention(GAMMA, tau0, HEADS, project=True, qk_norm=qk_norm)
+    block = attention >> shaped.ShapedFeedForward(GAMMA, c_minus=-1.0)
+    V0 = factor * shaped.equicorrelated(M, RHO)
+    how: dict[str, Any] = {"T": DEPTH / WIDTH, "steps": 4 * DEPTH, "record": "last", "check": False, "progress": False}
+    exploded = int(shaped.solve(block, V0, samples=samples, seed=SEED, **how).stopped.isfinite().sum())
+    low, high = share_interval(exploded, samples)
+    return {"attention": name, "factor": factor, "exploded": exploded, "share": exploded / samples, "low": low, "high": high}
+
+
+def draw_theory(rows: list[dict[str, Any]], known: Known) -> Figure:
+    figure, (left, right) = make_panels(2, height=3.1)
+    for name, (_, _, style, colour) in ATTENTION.items():
+        here = [row for row in rows if row["attention"] == name]
+        shares = np.array([[row["share"], row["low"], row["high"]] for row in here]).T
+        reach = abs(shares[1:] - shares[0])
+        left.errorbar([row["factor"] for row in here], shares[0], reach, fmt=style, color=colour, markersize=3, label=name)
+    left.set(xscale="log", xlabel="factor of the tokens' variance", ylabel="share of paths that explode", ylim=(-0.04, 1.04))
+    for arm, label in NAMES.items():
+        for suffix, style in (("", "o-"), ("-qk", "s--")):
+            name = arm + suffix
+            losses = {rate: find_loss(known, f"{name}-{rate:g}", TUNING | set_rate(ARMS[name].settings, rate)) for rate in RATES}
+            made = {rate: loss for rate, loss in losses.items() if loss is not None}
+            shown = f"{label} + QK-norm" if suffix else label
+            right.plot(list(made), list(made.values()), style, color=COLOURS[arm], markersize=3, label=shown)
+    right.set(xscale="log", xlabel="learning rate", ylabel="test loss after 4,000 steps (nats)", xticks=RATES)
+    right.set_xticklabels([f"{rate:g}" for rate in RATES])
+    right.minorticks_off()
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper left")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    return figure
+
+
+def draw_finals(known: Known) -> Figure:
+    figure, panels = make_panels(2, sharey=True)
+    for name, run in known.items():
+        tests = [line for line in run.metrics if line["kind"] == "test"]
+        if "-final-" not in name or run.result is None:
+            continue
+        arm = name.partition("-final-")[0]
+        steps, losses = (np.array([line[key] for line in tests], dtype=float) for key in ("step", "loss"))
+        label = f"{NAMES.get(arm.removesuffix('-qk'), arm)}{' + QK-norm' if arm.endswith('-qk') else ''}, seed {run.settings['seed']}"
+        for axes, x in zip(panels, (steps, steps * milliseconds_a_step(run) / 1e3), strict=True):
+            axes.plot(x, losses, ".-", color=COLOURS.get(arm.removesuffix("-qk"), GREY), markersize=3, label=label)
+    panels[0].set(xlabel="step", ylabel="test loss (nats)")
+    panels[1].set(xlabel="seconds of training on an H200")
+    panels[0].legend()
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=1024)
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    parser.add_argument("--numbers", type=Path, default=Path("docs/results/explosion-race.json"))
+    given = parser.parse_args()
+    known = read_known()
+    rows = [count_exploding(name, float(factor), given.samples) for name in ATTENTION for factor in FACTORS]
+    with apply_style():
+        for name, figure in (("race-theory", draw_theory(rows, known)), ("race-finals", draw_finals(known))):
+            write_atomically(given.out / f"{name}.png", lambda file, figure=figure: figure.savefig(file, format="png", dpi=220))
+    for name in ATTENTION:
+        most = [row["factor"] for row in rows if row["attention"] == name and row["share"] >= 0.5]
+        print(f"{name}: half of the paths explode from a factor of {most[0]:.3g} on" if most else f"{name}: none explodes")
+    setting = {"m": M, "rho": RHO, "gamma": GAMMA, "T": DEPTH / WIDTH, "heads": HEADS, "seed": SEED}
+    report(given.numbers, {"samples": given.samples, "setting": setting, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
