@@ -16,7 +16,7 @@ V0 = shaped.equicorrelated(4, 0.2)
 
 
 def assert_one_law(one: shaped.Trajectory, other: shaped.Trajectory) -> None:
-    found = shaped.compare(one, other)
+    found = shaped.compare(one, other, resamples=20)  # only the distances are looked at
     sizes = found.samples
     for distance in found.ks.values():
         assert distance.value < KS_AT_Z * math.sqrt(1 / sizes[0] + 1 / sizes[1])
