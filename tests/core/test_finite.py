@@ -67,8 +67,8 @@ def test_figure_1s_network_has_the_sdes_law():
 
 def test_beyond_the_paper_heads_mask_and_projection_follow_their_sde():
     block = shaped.ShapedAttention(0.5, heads=4, project=True, mask="causal") >> shaped.ShapedFeedForward(0.5, 0.5, -0.5)
-    limit = shaped.solve(block, V0, T=0.5, steps=50, samples=8000, seed=seed(75), record="last", upper=1e4)
-    network = shaped.propagate(block, V0, n=160, d=80, samples=8000, seed=seed(76), record="last", upper=1e4)
+    limit = shaped.solve(block, V0, T=0.5, steps=50, samples=4000, seed=seed(75), record="last", upper=1e4)
+    network = shaped.propagate(block, V0, n=160, d=80, samples=4000, seed=seed(76), record="last", upper=1e4)
     assert_one_law(limit, network)
 
 

@@ -1,5 +1,6 @@
 """Where and in how many pieces the work runs changes no bit of the result, also when a worker is killed."""
 
+import functools
 import os
 import signal
 import socket
@@ -22,6 +23,11 @@ V0 = shaped.equicorrelated(7, 0.2)
 def long_work(executor=None):
     """Eight blocks, each long enough to be interrupted."""
     return shaped.propagate(BLOCK, V0, n=80, d=40, samples=8000, seed=3, record="last", executor=executor, chunk=1000)
+
+
+@functools.cache
+def long_work_here():
+    return long_work()
 
 
 def assert_same(one, other):
@@ -58,7 +64,7 @@ def test_a_killed_process_is_replaced():
         threading.Timer(0.3, lambda: os.kill(next(iter(pool._processes)), signal.SIGKILL)).start()
         there = long_work(workers)
         assert workers._pool is not pool, "the process was killed too late to matter"
-    assert_same(there, long_work())
+    assert_same(there, long_work_here())
 
 
 KILLED = """
@@ -107,7 +113,7 @@ def test_a_killed_dask_worker_changes_nothing():
         timer.cancel()
     assert killed, "the work ended before the worker could be killed"
     assert killed[0] < ended
-    assert_same(there, long_work())
+    assert_same(there, long_work_here())
 
 
 def test_work_of_a_dask_scheduler_that_is_killed_is_done_here():
@@ -136,7 +142,7 @@ def test_work_of_a_dask_scheduler_that_is_killed_is_done_here():
         for process in (worker, scheduler):
             process.kill()
             process.wait()
-    assert_same(there, long_work())
+    assert_same(there, long_work_here())
 
 
 def hung(*_: Any) -> None:
