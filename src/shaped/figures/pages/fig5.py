@@ -37,7 +37,7 @@ SHOWS = (
 FALL = 0.5  # of the network's median, capped at 1, from the smallest to the largest γ: "tuning γ smaller will delay" it (Sec. 4.4)
 STABLE = 1.0  # median at the smallest γ: the cap, "very straight forward to stabilize" (Sec. 4.4)
 SURVIVORS = "with two tokens and γ near 1 only part of the SDE's paths explode by time 1, about half at γ = 0.9"
-FRAME = 1e-3  # time between the points of a drawn path of the SDE
+FRAME = 1e-4  # time between the points of a drawn path of the SDE, whose paths explode within a few thousandths
 SDE_FALL = 2.0  # ratio of the SDE's medians at the smallest and the largest γ
 
 
