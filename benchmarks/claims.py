@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shaped.figures.harness.cache import read_arrays, read_summary
-from shaped.figures.harness.claims import HOLDS, Row, count, describe_verdicts
+from shaped.figures.harness.claims import HOLDS, Row, count, describe_verdicts, group_claims, known_reason, list_tokens
 from shaped.figures.harness.reproduce import FIGURES, TRAINED, load_page
 from shaped.figures.harness.style import apply_style
 from shaped.files import write_atomically, write_json
@@ -28,7 +28,6 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md")
 LEFT_OUT = ("arrays_sha256", "code", "shows")  # of a summary: of no use without its folder, or in the code
 MARKED = re.compile(r"(<!-- claims ([\w ]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
-NOT_PROVED = "the threshold is inside the interval"
 
 
 def results(scale: str) -> Path:
@@ -93,13 +92,13 @@ def rewritten(text: str) -> str:
 
 def table(rows: list[Row]) -> str:
     """A line for each claim, a column for each number of tokens."""
-    tokens = sorted({row["tokens"] for row in rows if row["tokens"] is not None})
+    tokens = list_tokens(rows)
     columns = [f"m = {m}" for m in tokens] or ["measured"]
     lines = [["claim", "threshold", *columns], ["---"] * (2 + len(columns))]
-    for claim in dict.fromkeys((row["claim"], row["relation"], row["threshold"]) for row in rows):
-        here = {row["tokens"]: row for row in rows if (row["claim"], row["relation"], row["threshold"]) == claim}
-        words, relation, threshold = claim
-        lines.append([words.replace("|", r"\|"), f"{relation} {threshold:.3g}", *(cell(here.get(m)) for m in tokens or [None])])
+    for here in group_claims(rows):
+        first = next(iter(here.values()))
+        threshold = f"{first['relation']} {first['threshold']:.3g}"
+        lines.append([first["claim"].replace("|", r"\|"), threshold, *(cell(here.get(m)) for m in tokens or [None])])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -114,9 +113,7 @@ def reasons(rows: list[Row]) -> str:
     """What is known of claims that do not hold, beside their numbers."""
     known: dict[str, list[str]] = {}
     for row in rows:
-        _, _, why = row.get("reason", "").partition(f"must be {row['relation']} {row['threshold']:.4g}: ")
-        why = why.removeprefix(NOT_PROVED).removeprefix("; ")
-        if why:
+        if why := known_reason(row):
             known.setdefault(why, []).append(f"`{row['id']}` ({row['verdict']})")
     return "".join(["\nWhat is known of them:\n\n" if known else "", *(f"- {', '.join(ids)}: {why}.\n" for why, ids in known.items())])
 
