@@ -21,7 +21,7 @@ NAMES = {"shaped": "shaped", "unshaped": "unshaped", "preln": "Pre-LN", "postln"
 LINES: dict[str, Any] = {"network": "-", "sde": "--"}
 FACE_NAMES = {"network": "network", "sde": "SDE"}
 
-WIDE, NARROW = 6.75, 3.3  # inches: a page's text and one of its columns
+WIDE, NARROW = 6.75, 4.2  # inches: two or three panels, and one
 DPI = 300  # of the report's pictures, which show two pixels in the place of one
 LOOK: Any = {
     "font.size": 8,

@@ -29,9 +29,9 @@ def compute(settings: laws.Settings, simulator: Simulator) -> Result:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import draw_densities, make_panels, sort_densities
+    from shaped.figures.harness.style import NARROW, draw_densities, make_panels, sort_densities
 
-    figure, (axes,) = make_panels(1, 4.2)
+    figure, (axes,) = make_panels(1, NARROW)
     draw_densities(axes, arrays, "V", r"$V^{\alpha\beta}_d$")
     axes.legend(handles=sort_densities(axes), loc="upper right")
     return figure

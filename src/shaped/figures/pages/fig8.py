@@ -82,9 +82,9 @@ def compute(settings: Settings, simulator: Simulator) -> Result:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import make_panels
+    from shaped.figures.harness.style import NARROW, make_panels
 
-    figure, (axes,) = make_panels(1, 4.2, 3.1)
+    figure, (axes,) = make_panels(1, NARROW, 3.1)
     values = arrays["median"]
     image = axes.imshow(values, origin="lower", aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
     for (i, k), value in np.ndenumerate(values):

@@ -9,6 +9,7 @@ from shaped.figures.harness.claims import FAILS, HOLDS, NOT_PROVED, Row, count, 
 from shaped.html.text import to_html
 
 MARKS = {HOLDS: "✓", NOT_PROVED: "?", FAILS: "✗"}
+PLURALS = {HOLDS: "hold", FAILS: "fail"}
 Group = dict[int | None, Row]
 
 
@@ -18,9 +19,19 @@ def render_claims(label: str, rows: Sequence[Row]) -> str:
 
 
 def render_open_claims(label: str, pages: dict[str, list[Row]], verdict: str) -> str:
-    """The claims of all pages of which this verdict is the worst, with links to their pages; empty if there are none."""
+    """The claims of all pages of which this verdict is the worst, with links to their pages; empty if there are none.
+
+    Those about training runs have a table of their own.
+    """
     groups = [(id, group) for id, rows in pages.items() for group in group_claims(rows) if find_worst(group.values()) == verdict]
-    return render_groups(label, groups, list_tokens(row for _, group in groups for row in group.values())) if groups else ""
+    tables = ""
+    for about, here in (
+        ("", [one for one in groups if None not in one[1]]),
+        (" in training", [one for one in groups if None in one[1]]),
+    ):
+        if here:
+            tables += render_groups(f"{label}{about}", here, list_tokens(row for _, group in here for row in group.values()))
+    return tables
 
 
 def render_groups(label: str, groups: Sequence[tuple[str, Group]], tokens: Sequence[int]) -> str:
@@ -29,7 +40,7 @@ def render_groups(label: str, groups: Sequence[tuple[str, Group]], tokens: Seque
     columns: list[tuple[int | None, str]] = [*((m, f"m = {m}") for m in tokens), *([(None, "measured")] if trained else [])]
     linked = any(id for id, _ in groups)
     heads = [*(["figure"] if linked else []), "claim", *(name for _, name in columns), "must be"]
-    head = "".join(f'<th scope="col" role="columnheader">{name}</th>' for name in heads)
+    head = "".join(f'<th scope="col" role="columnheader">{to_html(name)}</th>' for name in heads)
     body = "".join(render_group(id, group, columns, linked) for id, group in groups)
     return (
         f'<div class="wide claims" role="region" tabindex="0" aria-label="{to_html(label)}">'
@@ -54,22 +65,23 @@ def render_cell(row: Row | None, name: str) -> str:
         return '<td role="cell" class="measured empty">–</td>'
     low, high = ("no end" if end is None else format_value(end) for end in row["interval"])
     return (
-        f'<td role="cell" class="measured" data-label="{name}:"><b>{to_html(format_value(row["value"]))}</b> '
+        f'<td role="cell" class="measured" data-label="{to_html(name)}:"><b>{to_html(format_value(row["value"]))}</b> '
         f'<span class="interval">[{to_html(low)}, {to_html(high)}]</span> {render_verdict(row["verdict"])}</td>'
     )
 
 
 def render_verdict(verdict: str, number: int | None = None) -> str:
     """A mark and the word: not told by colour alone."""
-    words = f"{verdict}" if number is None else f"{number} {verdict}"
+    words = verdict if number is None else f"{number} {verdict if number == 1 else PLURALS.get(verdict, verdict)}"
     mark = f'<span aria-hidden="true">{MARKS.get(verdict, "")}</span> ' if verdict in MARKS else ""
     return f'<span class="verdict {to_html(verdict.replace(" ", "-"))}">{mark}{to_html(words)}</span>'
 
 
-def render_counts(rows: Iterable[Row]) -> str:
-    """The numbers of claims by verdict, those that fail first, and none that is 0."""
+def render_counts(rows: Sequence[Row]) -> str:
+    """How many claims fail and are not proved, or that all hold."""
     counted = count(rows)
-    return ", ".join(render_verdict(verdict, counted[verdict]) for verdict in (FAILS, NOT_PROVED, HOLDS) if counted[verdict])
+    wrong = [render_verdict(verdict, counted[verdict]) for verdict in (FAILS, NOT_PROVED) if counted[verdict]]
+    return ", ".join(wrong or [render_verdict(HOLDS, len(rows)) if rows else "no claims"])
 
 
 def find_worst(rows: Iterable[Row]) -> str:
@@ -81,10 +93,11 @@ def find_worst(rows: Iterable[Row]) -> str:
 def list_reasons(rows: Iterable[Row]) -> list[str]:
     """What is known of those that do not hold, each text once, with the numbers of tokens that it is about."""
     known: dict[str, list[str]] = {}
+    rows = list(rows)
     for row in rows:
         if row["verdict"] != HOLDS and (why := known_reason(row)):
-            known.setdefault(why, []).append("" if row["tokens"] is None else f"m = {row['tokens']}")
-    return [f"{', '.join(which)}: {why}" if all(which) else why for why, which in known.items()]
+            known.setdefault(why, []).append(f"m = {row['tokens']}")
+    return [why if len(which) == len(rows) else f"{', '.join(which)}: {why}" for why, which in known.items()]
 
 
 def format_value(value: Any) -> str:

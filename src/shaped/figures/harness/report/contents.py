@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shaped.figures.harness.claims import FAILS, NOT_PROVED, count
 from shaped.figures.harness.report.claim_tables import render_counts
 from shaped.html.text import to_html
 
@@ -15,9 +14,9 @@ OPEN = "open"
 def render_contents(pages: dict[str, dict[str, Any]]) -> str:
     """Twice: the style shows one of them."""
     rows = [row for about in pages.values() for row in about["claims"]]
-    links = [f'<a href="#{OPEN}">Fails and open<small>{render_open(rows)}</small></a>']
+    links = [f'<a href="#{OPEN}"><b>What fails, and what is open</b><small>{render_counts(rows)}</small></a>']
     for id, about in pages.items():
-        counts = render_counts(about["claims"]) or "no claims"
+        counts = render_counts(about["claims"])
         links.append(f'<a href="#{to_html(id)}"><b>{to_html(id)}</b> {to_html(about["title"])}<small>{counts}</small></a>')
     items = "".join(f"<li>{link}</li>" for link in links)
     listed = f'<ul class="contents">{items}</ul>'
@@ -25,8 +24,3 @@ def render_contents(pages: dict[str, dict[str, Any]]) -> str:
         f'<nav class="side" aria-label="Contents">{listed}</nav>\n'
         f'<nav class="bar" aria-label="Contents"><details><summary>Contents</summary>{listed}</details></nav>\n'
     )
-
-
-def render_open(rows: list[dict[str, Any]]) -> str:
-    counted = count(rows)
-    return to_html(f"{counted[FAILS]} fail, {counted[NOT_PROVED]} not proved")

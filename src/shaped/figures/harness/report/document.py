@@ -30,7 +30,11 @@ RULES = f"""A claim holds if its whole 95 % interval lies on the right side of a
 whole interval lies on the wrong side. With the threshold inside the interval it is not proved: these samples do not decide. Two laws agree
 within {TOLERANCE:g}; the interval of their distance is what was measured ± the band of one law. Each claim is checked for several numbers
 of tokens m, which the paper's captions do not give. Solid lines are networks, dashed lines the SDE."""
-SCALES = {"paper": "the paper's scale", "quick": "quick scale: fewer samples than the paper's, which prove less", "training": "as trained"}
+SCALES = {
+    "paper": "at the paper's scale",
+    "quick": "at the quick scale (fewer samples than the paper's, which prove less)",
+    "training": "from training runs",
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def render_summary(pages: dict[str, dict[str, Any]], news: str, docs: str) -> st
     counted = count(rows)
     cards = "".join(f"<li>{render_verdict(verdict, counted[verdict])}</li>" for verdict in VERDICTS)
     scales = {about["scale"]: sum(one["scale"] == about["scale"] for one in pages.values()) for about in pages.values()}
-    made = "; ".join(f"{number} at {SCALES.get(scale, scale)}" for scale, number in scales.items())
+    made = ", ".join(f"{number} {SCALES.get(scale, scale)}" for scale, number in scales.items())
     places = " · ".join(
         f'<a href="{to_html(f"{docs}/{name}")}">{to_html(words)}</a>' if docs else f"{to_html(words)} (<code>docs/{name}</code>)"
         for name, words in DOCS.items()
@@ -118,9 +122,9 @@ def render_section(id: str, summary: dict[str, Any], picture: Picture) -> str:
 
 
 def render_settings(id: str, summary: dict[str, Any]) -> str:
-    drawn = f"drawn for m = {format_value(summary['tokens'])} tokens" if summary["tokens"] else "from training runs"
+    drawn = [f"drawn for m = {format_value(summary['tokens'])} tokens"] if summary["tokens"] else []
     facts = [
-        f"{drawn}; {SCALES.get(summary['scale'], summary['scale'])}",
+        ", ".join([*drawn, SCALES.get(summary["scale"], summary["scale"])]),
         f"seed {format_value(summary['seed'])}, {summary['device']}, shaped {summary['version']}, computed in {summary['seconds']:.1f} s",
         *(f"{name} = {format_value(value)}" for name, value in summary["settings"].items()),
     ]
