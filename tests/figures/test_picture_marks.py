@@ -113,7 +113,8 @@ def test_converge_draws_the_lines_that_it_fits(monkeypatch):
     for axes, measure in zip(drawn[0].axes, converge.MEASURES, strict=True):
         for name, colour in (("rho", BLUE), ("V", VERMILION)):
             rate = summary["rates"][name][measure]
-            (line,) = [line for line in axes.lines if f"{-rate['rate']:.2f}" in str(line.get_label()) and to_hex(line.get_color()) == colour]
+            lines = [line for line in axes.lines if to_hex(line.get_color()) == colour]
+            (line,) = [line for line in lines if f"{-rate['rate']:.2f}" in str(line.get_label())]
             x, y = (np.log(np.asarray(values, dtype=float)) for values in line.get_data())
             assert np.allclose(np.diff(y) / np.diff(x), -rate["rate"])
             first = summary["rows"][0]["distances"][name][measure]

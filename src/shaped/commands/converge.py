@@ -255,10 +255,8 @@ def draw(summary: dict[str, Any]) -> bytes:
         figure.legend(handles=[*points, band], loc="outside lower center", ncols=3)
         settings = summary["settings"]
         names = " + ".join(settings["layers"].split(","))
-        figure.suptitle(
-            rf"Networks against the SDE, {names}: $m={settings['tokens']}$, $d/n={settings['horizon']:g}$, $\gamma={settings['gamma']:.4g}$",
-            fontsize=8,
-        )
+        numbers = rf"$m={settings['tokens']}$, $d/n={settings['horizon']:g}$, $\gamma={settings['gamma']:.4g}$"
+        figure.suptitle(f"Networks against the SDE, {names}: {numbers}", fontsize=8)
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=220)
     return buffer.getvalue()

@@ -1,7 +1,8 @@
 """Cache of computed pages on disk, with one reader for each kind of file.
 
 The arrays are in an .npz. Everything else, the summary, is in a .json, written last: it holds the hash of the arrays and a seal, its own
-hash. The .png holds the hash of the arrays that it shows, and a text that says what is seen. A reader returns what was saved, or raises a ValueError of one line.
+hash. The .png holds the hash of the arrays that it shows, and a text that says what is seen. A reader returns what was saved, or raises a
+ValueError of one line.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def reproduce(
     runs: Sequence[Path] = (),
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Computes the pages that are not yet in `out`, draws all, writes the report and returns its path. The last line says what is new in it.
+    """Computes the pages that are not yet in `out`, draws all, writes the report and returns its path. The last line says what is new.
 
     A page for which the runs have no data is left out. If it was asked for by its id, that is an error, raised after the report is written.
     """

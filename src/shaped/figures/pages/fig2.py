@@ -255,6 +255,6 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
         )
 
     return (
-        f"Gradient norms from the first to the last of {len(arrays['layer'])} layers, on logarithmic axes, each with the dashed curve of its "
-        f"law. Left, value weights: {list_ends('value')}. Right, query weights: {list_ends('query')}."
+        f"Gradient norms from the first to the last of {len(arrays['layer'])} layers, on logarithmic axes, each with the dashed curve "
+        f"of its law. Left, value weights: {list_ends('value')}. Right, query weights: {list_ends('query')}."
     )

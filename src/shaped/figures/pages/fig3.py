@@ -156,12 +156,11 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
 
 
 def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
-    peaks = [
-        f"{arrays['grid'][arrays[f'density_{i}_network'].argmax()]:.2g} at γ = {gamma:g}" for i, gamma in enumerate(arrays["drawn"])
-    ]
+    peaks = [f"{arrays['grid'][arrays[f'density_{i}_network'].argmax()]:.2g} at γ = {gamma:g}" for i, gamma in enumerate(arrays["drawn"])]
     high = arrays["percentile_network"][:, 0]
     gap = np.abs(high - arrays["percentile_sde"][:, 0]).max()
     return (
         f"Left: one density for each γ, highest near ρ = {', '.join(peaks)}. Right: the 95th percentile rises from "
-        f"{high[0]:.2g} at γ = {arrays['gamma'][0]:g} to {high[-1]:.2g} at γ = {arrays['gamma'][-1]:g}; the SDE's curve is within {gap:.1g} of it."
+        f"{high[0]:.2g} at γ = {arrays['gamma'][0]:g} to {high[-1]:.2g} at γ = {arrays['gamma'][-1]:g}; the SDE's curve is within "
+        f"{gap:.1g} of it."
     )

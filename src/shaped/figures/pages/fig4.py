@@ -22,8 +22,8 @@ TITLE = "Each of the three modifications is needed"
 SHOWS = (
     "Attention alone, with every combination of the three modifications that shape it: identity (id), centring (centre), temperature "
     "(τ² = n·n_k in place of n_k). Mean absolute correlation and covariance against depth; on the right the covariance near its start, "
-    "enlarged. As in the paper, the combinations whose covariance explodes for lack of centring are left out on the left. Combinations that "
-    "differ only in their temperature lie nearly on each other: one is broad and pale, the other dashed. "
+    "enlarged. As in the paper, the combinations whose covariance explodes for lack of centring are left out on the left. Combinations "
+    "that differ only in their temperature lie nearly on each other: one is broad and pale, the other dashed. "
     "Of the shaped networks a few in a thousand explode and carry the mean, so their median is drawn too (dotted)."
 )
 

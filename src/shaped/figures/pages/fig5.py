@@ -189,7 +189,7 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
         crossed = int((np.nanmax(paths, 0) > arrays["bounds"][1]).sum())
         tops.append(f"{crossed} of {paths.shape[1]} at γ = {one:g}")
     return (
-        f"Left: paths of the largest eigenvalue over logarithmic time; of the solid paths of networks {', '.join(tops)} reach the upper bound; "
-        f"the dashed paths of the SDE end at {', '.join(ends)}. Right: from γ = {gamma[0]:g} to {gamma[-1]:g} the median stopping time of the "
-        f"network goes from {network[0]:.2g} to {network[-1]:.2g}, that of the SDE from {sde[0]:.2g} to {sde[-1]:.2g}."
+        f"Left: paths of the largest eigenvalue over logarithmic time; of the solid paths of networks {', '.join(tops)} reach the upper "
+        f"bound; the dashed paths of the SDE end at {', '.join(ends)}. Right: from γ = {gamma[0]:g} to {gamma[-1]:g} the median stopping "
+        f"time of the network goes from {network[0]:.2g} to {network[-1]:.2g}, that of the SDE from {sde[0]:.2g} to {sde[-1]:.2g}."
     )

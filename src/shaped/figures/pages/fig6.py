@@ -133,4 +133,4 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
         said = f"{arrays[f'{key}_entropy'][-1]:.2g} nats at step {arrays[f'{key}_steps'][-1]:.0f} (rate {rate}{diverged})"
         ends.setdefault(f"{runs.label(model)}, layer {layer}", []).append(said)
     listed = "; ".join(f"{panel}: {', '.join(of)}" for panel, of in ends.items())
-    return f"Curves of entropy that fall from up to log 128 = {UNIFORM:.2f} nats, the faster the larger the learning rate. They end at: {listed}."
+    return f"Curves of entropy below the line of uniform attention, {UNIFORM:.2f} nats, one for each run. They end at: {listed}."

@@ -110,7 +110,7 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
     values, gamma, tau0 = arrays["median"], arrays["gamma"], arrays["tau0"]
     row, column = np.unravel_index(values.argmin(), values.shape)
     return (
-        f"A grid of {len(tau0)} values of τ0, from {tau0[0]:g} to {tau0[-1]:g} upwards, by {len(gamma)} of γ, from {gamma[0]:g} to {gamma[-1]:g} "
-        f"to the right. In {int((values >= 1.0).sum())} of {values.size} cells the median is the cap, 1; it is smallest, {values.min():.2g}, at "
-        f"τ0 = {tau0[row]:g} and γ = {gamma[column]:g}."
+        f"A grid of {len(tau0)} values of τ0, from {tau0[0]:g} to {tau0[-1]:g} upwards, by {len(gamma)} of γ, from {gamma[0]:g} to "
+        f"{gamma[-1]:g} to the right. In {int((values >= 1.0).sum())} of {values.size} cells the median is the cap, 1; it is smallest, "
+        f"{values.min():.2g}, at τ0 = {tau0[row]:g} and γ = {gamma[column]:g}."
     )

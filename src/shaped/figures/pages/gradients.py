@@ -204,7 +204,7 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
     )
     exact, other = (max(arrays[f"distance_{name}_{face}"].max() for name in MODELS) for face in ("exact", "independent"))
     return (
-        f"Left: medians of the gradient norm from layer 1 to {arrays['layer'][-1]:.0f}, with autograd's dots on the lines: {ends}. Right: the "
-        f"exact law's distance from autograd is at most {exact:.2g}, that of independent weights reaches {other:.2g}; the grey area ends at "
+        f"Left: medians of the gradient norm from layer 1 to {arrays['layer'][-1]:.0f}, with autograd's dots: {ends}. Right: the exact "
+        f"law's distance from autograd is at most {exact:.2g}, that of independent weights reaches {other:.2g}; the grey area ends at "
         f"{arrays['bands'][0, 0]:.2g}."
     )

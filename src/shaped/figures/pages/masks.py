@@ -139,4 +139,4 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
         places = (float(arrays[f"{name}_{which}_grid"][arrays[f"{name}_{which}_density"].argmax()]) for which in ("network", "sde", *WRONG))
         network, sde, full, none = (np.exp(place) if name == "lengths" else np.tanh(place) for place in places)
         said.append(f"{words[name]}: network {network:.2f}, its SDE {sde:.2f}, full attention {full:.2f}, none {none:.2f}")
-    return f"Four densities in each panel: of the network, its SDE, and the SDEs of full and of no attention. They are highest at: {'; '.join(said)}."
+    return f"Four densities in each panel: network, its SDE, the SDEs of full and of no attention. They are highest at: {'; '.join(said)}."

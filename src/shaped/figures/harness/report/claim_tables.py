@@ -35,7 +35,7 @@ def render_open_claims(label: str, pages: dict[str, list[Row]], verdict: str) ->
 
 
 def render_groups(label: str, groups: Sequence[tuple[str, Group]], tokens: Sequence[int]) -> str:
-    """`groups` are claims with the page to link to, or with none. Claims about training have no number of tokens, and a column of theirs."""
+    """`groups` are claims with the page to link to, or with none. Claims about training have no number of tokens, but a column."""
     trained = any(None in group for _, group in groups)
     columns: list[tuple[int | None, str]] = [*((m, f"m = {m}") for m in tokens), *([(None, "measured")] if trained else [])]
     linked = any(id for id, _ in groups)
@@ -44,7 +44,8 @@ def render_groups(label: str, groups: Sequence[tuple[str, Group]], tokens: Seque
     body = "".join(render_group(id, group, columns, linked) for id, group in groups)
     return (
         f'<div class="wide claims" role="region" tabindex="0" aria-label="{to_html(label)}">'
-        f'<table role="table"><thead role="rowgroup"><tr role="row">{head}</tr></thead>\n<tbody role="rowgroup">{body}</tbody></table></div>\n'
+        f'<table role="table"><thead role="rowgroup"><tr role="row">{head}</tr></thead>\n'
+        f'<tbody role="rowgroup">{body}</tbody></table></div>\n'
     )
 
 

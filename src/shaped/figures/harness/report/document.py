@@ -109,6 +109,7 @@ def render_section(id: str, summary: dict[str, Any], picture: Picture) -> str:
     data, name, more = base64.b64encode(picture.png).decode(), to_html(id), summary["table"]
     size = f'width="{picture.width // 2}" height="{picture.height // 2}"'  # two pixels of the picture to one of the page
     kind = ' class="broad"' if picture.width >= BROAD else ""
+    claims = render_claims(f"Claims of {id}", summary["claims"]) if summary["claims"] else ""
     table = ""
     if more:
         cells = [[format_value(cell) for cell in row] for row in more["rows"]]
@@ -117,7 +118,7 @@ def render_section(id: str, summary: dict[str, Any], picture: Picture) -> str:
         f'<section id="{name}"><h2>{name}: {to_html(summary["title"])}</h2>\n<p>{to_html(summary["shows"])}</p>\n'
         f'<div class="picture" role="region" tabindex="0" aria-label="Picture of {name}">'
         f'<img{kind} {size} alt="{to_html(picture.seen or summary["shows"])}" src="data:image/png;base64,{data}"></div>\n'
-        f"{render_claims(f'Claims of {id}', summary['claims']) if summary['claims'] else ''}{table}{render_settings(id, summary)}</section>\n"
+        f"{claims}{table}{render_settings(id, summary)}</section>\n"
     )
 
 

@@ -37,7 +37,8 @@ def read_state(path: Path) -> State:
         state = json.loads(unescape(found[1])) if found else {}
     except (OSError, ValueError, RecursionError):
         return {}
-    return state if isinstance(state, dict) and all(isinstance(figure, dict) for figure in state.values()) else {}
+    sound = isinstance(state, dict) and all(re.fullmatch(r"\w+", id) and isinstance(figure, dict) for id, figure in state.items())
+    return state if sound else {}
 
 
 def describe_news(before: State, now: State) -> str:
