@@ -4,7 +4,7 @@
 
 writes docs/results/reproduce-paper.json and reproduce-quick.json from the figures in these folders, and the pictures of the former; then it
 rewrites what stands between `<!-- claims NAME -->` and `<!-- end -->` in README.md and docs/figures.md. Without folders it does only that.
-A figure that is in no folder stays as it was.
+A figure that is in no folder stays as it was. With --pictures only the pictures are drawn, for a change in how they are drawn.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def read(scale: str) -> dict[str, dict[str, Any]]:
     return {about["figure"]: about for about in json.loads(results(scale).read_text())["figures"]}
 
 
-def collect(folders: list[Path]) -> None:
-    """Takes the figures of these folders into the results, beside what is there."""
+def collect(folders: list[Path], only_pictures: bool = False) -> None:
+    """Takes the figures of these folders into the results, beside what is there, and draws their pictures."""
     found: dict[str, dict[str, dict[str, Any]]] = {"paper": {}, "quick": {}}
     for folder in folders:
         for id in FIGURES + TRAINED:
@@ -51,7 +51,7 @@ def collect(folders: list[Path]) -> None:
                 if scale == "paper":
                     draw(id, summary, read_arrays(folder / f"{id}.npz", summary))
     for scale, figures in found.items():
-        if figures:
+        if figures and not only_pictures:
             write_results(scale, (read(scale) if results(scale).exists() else {}) | figures)
 
 
@@ -66,7 +66,7 @@ def write_results(scale: str, figures: dict[str, dict[str, Any]]) -> None:
 def draw(id: str, summary: dict[str, Any], arrays: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     with apply_style():
-        load_page(id).draw(summary, arrays).savefig(buffer, format="png", dpi=160)
+        load_page(id).draw(summary, arrays).savefig(buffer, format="png", dpi=220)
     write_atomically(ROOT / "docs" / "images" / f"{id}.png", lambda file: file.write(buffer.getvalue()))
 
 
@@ -127,7 +127,9 @@ def terminal(figures: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="folders of `shaped reproduce`")
-    collect(parser.parse_args().folders)
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures, and leave the numbers")
+    options = parser.parse_args()
+    collect(options.folders, options.pictures)
     for path in PAGES:
         made = rewritten(path.read_text()).encode()
         write_atomically(path, lambda file, made=made: file.write(made))
