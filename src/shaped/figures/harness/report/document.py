@@ -81,7 +81,7 @@ def render_summary(pages: dict[str, dict[str, Any]], news: str, docs: str) -> st
     counted = count(rows)
     cards = "".join(f"<li>{render_verdict(verdict, counted[verdict])}</li>" for verdict in VERDICTS)
     scales = {about["scale"]: sum(one["scale"] == about["scale"] for one in pages.values()) for about in pages.values()}
-    made = ", ".join(f"{number} {SCALES.get(scale, scale)}" for scale, number in scales.items())
+    made = ", ".join(f"{number} {describe_scale(scale)}" for scale, number in scales.items())
     places = " · ".join(
         f'<a href="{to_html(f"{docs}/{name}")}">{to_html(words)}</a>' if docs else f"{to_html(words)} (<code>docs/{name}</code>)"
         for name, words in DOCS.items()
@@ -125,9 +125,13 @@ def render_section(id: str, summary: dict[str, Any], picture: Picture) -> str:
 def render_settings(id: str, summary: dict[str, Any]) -> str:
     drawn = [f"drawn for m = {format_value(summary['tokens'])} tokens"] if summary["tokens"] else []
     facts = [
-        ", ".join([*drawn, SCALES.get(summary["scale"], summary["scale"])]),
+        ", ".join([*drawn, describe_scale(summary["scale"])]),
         f"seed {format_value(summary['seed'])}, {summary['device']}, shaped {summary['version']}, computed in {summary['seconds']:.1f} s",
         *(f"{name} = {format_value(value)}" for name, value in summary["settings"].items()),
     ]
     items = "".join(f"<li>{to_html(fact)}</li>" for fact in facts)
     return f'<details><summary class="soft">Settings of {to_html(id)}</summary><ul class="soft">{items}</ul></details>\n'
+
+
+def describe_scale(scale: str) -> str:
+    return SCALES.get(scale, scale)
