@@ -143,8 +143,10 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
             paths.plot(np.linspace(0.0, CAP, len(values)).clip(first), values, LINES[face], color=colour, linewidth=0.8)
     lower, upper = arrays["bounds"]
     paths.axhline(upper, color=BLACK, linestyle=":", linewidth=0.8)
-    paths.text(first, 1.1 * upper, f" upper bound {write_power(upper)}", fontsize=7, va="bottom")
-    paths.text(first, LEAST, f" lower bound {write_power(lower)}: far below", fontsize=7, va="bottom")
+    box = {"color": "white", "pad": 0.5, "alpha": 0.85}
+    how: Any = {"fontsize": 7, "va": "bottom", "zorder": 2.4, "bbox": box}  # above the paths, below the axes
+    paths.text(first, 1.15 * upper, f" upper bound {write_power(upper)}", **how)
+    paths.text(first, 1.05 * LEAST, f" lower bound {write_power(lower)}: far below", **how)
     keys = [Line2D([], [], color=BLACK, linestyle=LINES[face], linewidth=1.0, label=FACE_NAMES[face]) for face in LINES]
     keys += [Line2D([], [], color=colour, label=rf"$\gamma={gamma:g}$") for gamma, colour in zip(drawn, colours, strict=True)]
     paths.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)

@@ -96,7 +96,7 @@ def list_reasons(rows: Iterable[Row]) -> list[str]:
     known: dict[str, list[str]] = {}
     rows = list(rows)
     for row in rows:
-        if row["verdict"] != HOLDS and (why := known_reason(row)):
+        if why := known_reason(row):
             known.setdefault(why, []).append(f"m = {row['tokens']}")
     return [why if len(which) == len(rows) else f"{', '.join(which)}: {why}" for why, which in known.items()]
 
