@@ -4,7 +4,7 @@
 
 writes docs/results/reproduce-paper.json and reproduce-quick.json from the figures in these folders, and the pictures of the former; then it
 rewrites what stands between `<!-- claims NAME -->` and `<!-- end -->` in README.md and docs/figures.md. Without folders it does only that.
-A figure that is in no folder stays as it was.
+A figure that is in no folder stays as it was. With --pictures only the pictures are drawn, for a change in how they are drawn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shaped.figures.harness.cache import read_arrays, read_summary
-from shaped.figures.harness.claims import HOLDS, Row, count, describe_verdicts
+from shaped.figures.harness.claims import HOLDS, Row, count, describe_verdicts, group_claims, known_reason, list_tokens
 from shaped.figures.harness.reproduce import FIGURES, TRAINED, load_page
 from shaped.figures.harness.style import apply_style
 from shaped.files import write_atomically, write_json
@@ -28,7 +28,6 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md")
 LEFT_OUT = ("arrays_sha256", "code", "shows")  # of a summary: of no use without its folder, or in the code
 MARKED = re.compile(r"(<!-- claims ([\w ]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
-NOT_PROVED = "the threshold is inside the interval"
 
 
 def results(scale: str) -> Path:
@@ -40,8 +39,8 @@ def read(scale: str) -> dict[str, dict[str, Any]]:
     return {about["figure"]: about for about in json.loads(results(scale).read_text())["figures"]}
 
 
-def collect(folders: list[Path]) -> None:
-    """Takes the figures of these folders into the results, beside what is there."""
+def collect(folders: list[Path], only_pictures: bool = False) -> None:
+    """Takes the figures of these folders into the results, beside what is there, and draws their pictures."""
     found: dict[str, dict[str, dict[str, Any]]] = {"paper": {}, "quick": {}}
     for folder in folders:
         for id in FIGURES + TRAINED:
@@ -52,7 +51,7 @@ def collect(folders: list[Path]) -> None:
                 if scale == "paper":
                     draw(id, summary, read_arrays(folder / f"{id}.npz", summary))
     for scale, figures in found.items():
-        if figures:
+        if figures and not only_pictures:
             write_results(scale, (read(scale) if results(scale).exists() else {}) | figures)
 
 
@@ -67,7 +66,7 @@ def write_results(scale: str, figures: dict[str, dict[str, Any]]) -> None:
 def draw(id: str, summary: dict[str, Any], arrays: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     with apply_style():
-        load_page(id).draw(summary, arrays).savefig(buffer, format="png", dpi=160)
+        load_page(id).draw(summary, arrays).savefig(buffer, format="png", dpi=220)
     write_atomically(ROOT / "docs" / "images" / f"{id}.png", lambda file: file.write(buffer.getvalue()))
 
 
@@ -93,13 +92,13 @@ def rewritten(text: str) -> str:
 
 def table(rows: list[Row]) -> str:
     """A line for each claim, a column for each number of tokens."""
-    tokens = sorted({row["tokens"] for row in rows if row["tokens"] is not None})
+    tokens = list_tokens(rows)
     columns = [f"m = {m}" for m in tokens] or ["measured"]
     lines = [["claim", "threshold", *columns], ["---"] * (2 + len(columns))]
-    for claim in dict.fromkeys((row["claim"], row["relation"], row["threshold"]) for row in rows):
-        here = {row["tokens"]: row for row in rows if (row["claim"], row["relation"], row["threshold"]) == claim}
-        words, relation, threshold = claim
-        lines.append([words.replace("|", r"\|"), f"{relation} {threshold:.3g}", *(cell(here.get(m)) for m in tokens or [None])])
+    for here in group_claims(rows):
+        first = next(iter(here.values()))
+        threshold = f"{first['relation']} {first['threshold']:.3g}"
+        lines.append([first["claim"].replace("|", r"\|"), threshold, *(cell(here.get(m)) for m in tokens or [None])])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -114,9 +113,7 @@ def reasons(rows: list[Row]) -> str:
     """What is known of claims that do not hold, beside their numbers."""
     known: dict[str, list[str]] = {}
     for row in rows:
-        _, _, why = row.get("reason", "").partition(f"must be {row['relation']} {row['threshold']:.4g}: ")
-        why = why.removeprefix(NOT_PROVED).removeprefix("; ")
-        if why:
+        if why := known_reason(row):
             known.setdefault(why, []).append(f"`{row['id']}` ({row['verdict']})")
     return "".join(["\nWhat is known of them:\n\n" if known else "", *(f"- {', '.join(ids)}: {why}.\n" for why, ids in known.items())])
 
@@ -130,7 +127,9 @@ def terminal(figures: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="folders of `shaped reproduce`")
-    collect(parser.parse_args().folders)
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures, and leave the numbers")
+    options = parser.parse_args()
+    collect(options.folders, options.pictures)
     for path in PAGES:
         made = rewritten(path.read_text()).encode()
         write_atomically(path, lambda file, made=made: file.write(made))

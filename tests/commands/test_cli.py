@@ -154,7 +154,8 @@ def test_reproduce_writes_numbers_pictures_and_report(monkeypatch, capsys, tmp_p
     assert "fig7    6 claims: holds 0, not proved 6, fails 0; " in shown
     assert "in all  6 claims: holds 0, not proved 6, fails 0\n" in shown
     assert "fig7.law.m4 not proved: the SDE describes shaped attention" in shown
-    assert f"report: {tmp_path / 'report.html'}" in shown
+    last = f"report: {tmp_path / 'report.html'}: 6 claims: holds 0, not proved 6, fails 0; all figures are new"
+    assert shown.splitlines()[-1] == last
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fig7.json", "fig7.npz", "fig7.pdf", "fig7.png", "report.html"]
     assert json.loads((tmp_path / "fig7.json").read_text())["scale"] == "quick"
 

@@ -18,7 +18,8 @@ from shaped.diagnosis.page import render_page
 from shaped.diagnosis.page.axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, Axis, choose_axis, place_stage
 from shaped.diagnosis.page.axes import WIDTH as BREADTH
 from shaped.diagnosis.page.charts import draw_curve, draw_gradients, draw_heads
-from shaped.diagnosis.page.text import show, show_share
+from shaped.diagnosis.page.text import show_share
+from shaped.html.text import show
 from shaped.testing.stats import generator
 
 X = torch.randn(2, 5, WIDTH, generator=generator(71))

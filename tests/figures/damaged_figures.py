@@ -52,7 +52,7 @@ class Place:
     def sections(self, out: Path) -> dict[str, object]:
         """The report's, by their figures."""
         text = re.sub(r"\d+\.\d s\b", "", (out / "report.html").read_text())
-        return {f"section {part.split(chr(34))[0]}": part for part in text.removesuffix("</body></html>\n").split('<h2 id="')[1:]}
+        return {f"section fig{part.split(chr(34))[0]}": part.partition("</section>")[0] for part in text.split('<section id="fig')[1:]}
 
     def try_damage(self, generator: np.random.Generator) -> tuple[str, str]:
         """What was damaged, and what became of it; a text that begins with "WRONG" if it may not."""

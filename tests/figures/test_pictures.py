@@ -37,6 +37,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Picture:
+    """A page's arrays and the lines that show them."""
+
     arrays: dict[str, np.ndarray]
     curves: list[Curve]
     others: int = 0
@@ -135,16 +137,18 @@ def fig4() -> Picture:
         "id+tau": (f"id, {tau}", GREEN),
         "id": ("only id", SKY),
         "centre+tau": (f"centre, {tau}", PURPLE),
-        "centre": ("only centre", GREY),
-        "tau": (f"only {tau}", BLACK),
+        "centre": ("only centre", BLACK),
+        "tau": (f"only {tau}", GREY),
         "none": ("none (softmax)", VERMILION),
     }
     curves = []
     for name, (label, colour) in combinations.items():
-        rho = Curve(0, numbers.add(f"rho_{name}", 5), label, "-", colour)
-        curves += [] if name in ("id", "id+tau") else [rho]  # they explode
-        curves.append(Curve(1, numbers.add(f"V_{name}", 5), label, "-", colour))
-    return Picture(numbers.arrays, [*curves, Curve(1, numbers.add("V_median", 5), "shaped, median", ":", BLUE)])
+        style = "--" if name in ("id", "centre", "none") else "-"  # they lie on the one with the temperature
+        rho, V = numbers.add(f"rho_{name}", 5), numbers.add(f"V_{name}", 5)
+        curves += [] if name in ("id", "id+tau") else [Curve(0, rho, label, style, colour)]  # they explode
+        curves += [Curve(panel, V, label, style, colour) for panel in (1, 2)]
+    median = numbers.add("V_median", 5)
+    return Picture(numbers.arrays, [*curves, *(Curve(panel, median, "shaped, median", ":", BLUE) for panel in (1, 2))])
 
 
 def fig5() -> Picture:
@@ -158,7 +162,7 @@ def fig5() -> Picture:
             curves += [Curve(0, path, UNNAMED, style, key=rf"$\gamma={gamma:g}$") for path in paths.T]
         curves.append(Curve(1, numbers.add_bounds(f"median_{face}", 3), f"{label}, median", style, colour))
         curves.append(Curve(1, numbers.add(f"tenth_{face}", 3), f"{label}, 10th percentile", style, colour))
-    return Picture(numbers.arrays, curves, others=1)
+    return Picture(numbers.arrays, curves, others=2)  # bound and cap
 
 
 def fig6() -> Picture:
@@ -169,7 +173,7 @@ def fig6() -> Picture:
                 key = f"{model}_{layer}_{rate:g}_{i}"
                 numbers.arrays |= {f"{key}_steps": np.arange(4.0), f"{key}_diverged": np.array(False)}
                 curves.append(Curve(2 * row + column, numbers.add(f"{key}_entropy", 4), key=f"lr {rate:g}"))
-    return Picture(numbers.arrays, curves, others=4)
+    return Picture(numbers.arrays, curves, others=8)  # in each panel, collapsed and uniform attention
 
 
 def fig7() -> Picture:
@@ -198,14 +202,16 @@ def table1() -> Picture:
     numbers = Numbers()
     numbers.arrays |= {"name": np.array(["Recover", "Pre-LN"]), "depth": np.array([18.0, 18.0]), "steps": np.array([100.0, 100.0])}
     numbers.add("test_loss_std", 2)
+    loss = numbers.add("test_loss", 2)
+    numbers.arrays["paper"] = np.array([0.01, np.nan])
     curves = [
-        Curve(1, numbers.add("test_loss", 2), UNNAMED, "None", BLUE, axis=0),
-        Curve(1, numbers.add("paper", 2), "paper", "None", BLACK, axis=0),
+        Curve(1, loss[:1], UNNAMED, "None", BLUE, axis=0),
+        Curve(1, loss[1:], UNNAMED, "None", GREEN, axis=0),
         Curve(0, numbers.add("curve_recover_0", 3, 2)[:, 1], "Recover", "-", BLUE),
         Curve(0, numbers.add("curve_recover_1", 3, 2)[:, 1], UNNAMED, "-", BLUE),
         Curve(0, numbers.add("curve_preln_2", 3, 2)[:, 1], "Pre-LN", "-", GREEN),
     ]
-    return Picture(numbers.arrays, curves, others=2)
+    return Picture(numbers.arrays, curves, others=4)  # the ends of two bars
 
 
 def table2() -> Picture:
@@ -224,14 +230,14 @@ AXES = {  # part of the labels of the x axes, or, where that tells the panels ap
     "fig1": ("layer", "rho"),
     "fig2": ("W^V", "W^Q"),
     "fig3": ("rho", "gamma"),
-    "fig4": ("rho", "V"),
+    "fig4": ("rho", "V", "enlarged"),
     "fig5": (r"t=\ell/n", "gamma"),
     "fig6": ("Recover, layer 1", "Recover, layer 7", "Pre-LN, layer 1", "Pre-LN, layer 7"),
     "fig7": ("V",),
     "output": ("X", r"\beta"),
-    "masks": (r"1\,2", r"1\,4", "X^1"),
+    "masks": ("first two tokens", "first and\nthe last token", "length of token 4"),
     "gradients": ("W^Q", "distance"),
-    "table1": ("step", "test loss"),
+    "table1": ("step", "test loss (nats)"),
     "table2": ("Matthews", "F1", "accuracy"),
 }
 

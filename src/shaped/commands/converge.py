@@ -159,6 +159,21 @@ def subtract_floor(distance: dict[str, float]) -> tuple[float, float]:
 
 def fit_rate(rows: list[dict[str, Any]], name: str, measure: str) -> dict[str, float] | None:
     """r ± error of distance ~ n^-r, over the widths at which the distance stands out of the sampling noise; None if fewer than 3 do."""
+    fitted = fit_line(rows, name, measure)
+    return fitted and {"rate": -fitted.slope, "error": fitted.error, "widths": fitted.widths}
+
+
+@dataclass(frozen=True)
+class Line:
+    """Of the logarithm of a distance against that of the width."""
+
+    slope: float
+    error: float
+    constant: float
+    widths: int
+
+
+def fit_line(rows: list[dict[str, Any]], name: str, measure: str) -> Line | None:
     points = []
     for row in rows:
         distance = row["distances"][name][measure]
@@ -170,8 +185,8 @@ def fit_rate(rows: list[dict[str, Any]], name: str, measure: str) -> dict[str, f
     x, y, s = np.array(points).T
     design = np.stack([np.ones_like(x), x], 1) / s[:, None]
     covariance = np.linalg.inv(design.T @ design)
-    slope = (covariance @ design.T @ (y / s))[1]
-    return {"rate": float(-slope), "error": float(math.sqrt(covariance[1, 1])), "widths": len(points)}
+    constant, slope = map(float, covariance @ design.T @ (y / s))
+    return Line(slope, float(math.sqrt(covariance[1, 1])), constant, len(points))
 
 
 def make_table(summary: dict[str, Any]) -> Table:
@@ -207,32 +222,41 @@ def describe_rates(summary: dict[str, Any]) -> str:
 
 
 def draw(summary: dict[str, Any]) -> bytes:
-    """A PNG: distance against width with errors, and below which two samples of one law would be."""
-    from matplotlib.figure import Figure
+    """A PNG: distance against width with errors, the fitted lines, and below which two samples of one law would be."""
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FormatStrFormatter, LogLocator
 
-    colours = {"rho": "#0072B2", "V": "#D55E00"}
-    labels = {"rho": r"$\rho^{\alpha\beta}$", "V": r"$V^{\alpha\beta}$"}
-    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
-    for axes, measure, title in zip(figure.subplots(1, 2), MEASURES, TITLES, strict=True):
-        widths = np.array([row["width"] for row in summary["rows"]])
-        for shift, name in ((0.97, "rho"), (1.03, "V")):
-            found = [Distance(**row["distances"][name][measure]) for row in summary["rows"]]
-            fitted = summary["rates"][name][measure]
-            label = labels[name] + (f", rate {fitted['rate']:.2f} ± {fitted['error']:.2f}" if fitted else "")
-            values, errors = [d.value for d in found], [d.error for d in found]
-            axes.errorbar(shift * widths, values, errors, fmt="o", markersize=4, capsize=2, color=colours[name], label=label)
-            axes.plot(widths, [d.band for d in found], ":", color=colours[name], linewidth=1)
-        axes.plot([], [], ":", color="black", linewidth=1, label="95 % of pairs of samples of one law")
-        axes.set(xscale="log", yscale="log", xlabel="width $n$", ylabel=f"{title} distance to the SDE", xticks=widths)
-        axes.set_xticklabels([str(n) for n in widths], fontsize=7)
-        axes.minorticks_off()
-        axes.legend(frameon=False, fontsize=7)
-    settings = summary["settings"]
-    names = " + ".join(settings["layers"].split(","))
-    figure.suptitle(
-        rf"Networks against the SDE, {names}: $m={settings['tokens']}$, $d/n={settings['horizon']:g}$, $\gamma={settings['gamma']:.4g}$",
-        fontsize=10,
-    )
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=160)
+    from shaped.figures.harness.style import BLACK, BLUE, VERMILION, apply_style, make_panels
+
+    looks = {"rho": (r"$\rho^{\alpha\beta}$", BLUE, 0.97), "V": (r"$V^{\alpha\beta}$", VERMILION, 1.03)}
+    widths = np.array([row["width"] for row in summary["rows"]])
+    with apply_style():
+        figure, panels = make_panels(2, height=3.3)
+        for axes, measure, title in zip(panels, MEASURES, TITLES, strict=True):
+            fits = []
+            for name, (label, colour, shift) in looks.items():
+                found = [Distance(**row["distances"][name][measure]) for row in summary["rows"]]
+                values, errors = [d.value for d in found], [d.error for d in found]
+                axes.errorbar(shift * widths, values, errors, fmt="o", markersize=3.5, capsize=2, linewidth=1.0, color=colour, label=label)
+                axes.plot(widths, [d.band for d in found], ":", color=colour, linewidth=1.0)
+                if fitted := fit_line(summary["rows"], name, measure):
+                    law = rf"{label}: fit $n^{{{fitted.slope:.2f} \pm {fitted.error:.2f}}}$"
+                    fits += axes.plot(widths, math.exp(fitted.constant) * widths**fitted.slope, color=colour, linewidth=1.0, label=law)
+            axes.set(xscale="log", yscale="log", xlabel="width $n$", ylabel=f"{title} distance")
+            axes.set_xticks(widths, [str(n) for n in widths])
+            axes.minorticks_off()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+            if fits:
+                axes.legend(handles=fits, loc="upper right")
+        handles, labels = panels[0].get_legend_handles_labels()
+        points = [handles[labels.index(label)] for label, _, _ in looks.values()]
+        band = Line2D([], [], color=BLACK, linestyle=":", linewidth=1.0, label="95 % of pairs of samples of one law are below")
+        figure.legend(handles=[*points, band], loc="outside lower center", ncols=3)
+        settings = summary["settings"]
+        names = " + ".join(settings["layers"].split(","))
+        numbers = rf"$m={settings['tokens']}$, $d/n={settings['horizon']:g}$, $\gamma={settings['gamma']:.4g}$"
+        figure.suptitle(f"Networks against the SDE, {names}: {numbers}", fontsize=8)
+        buffer = BytesIO()
+        figure.savefig(buffer, format="png", dpi=220)
     return buffer.getvalue()

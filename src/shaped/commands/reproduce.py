@@ -50,6 +50,5 @@ def reproduce(
     check_folder(out)
     lines = Lines()
     with open_executor(workers, scheduler) as executor:
-        report = harness.reproduce(figures or [], out, executor=executor, say=lines.say, **how)
-    lines.say(f"report: {report}")
+        harness.reproduce(figures or [], out, executor=executor, say=lines.say, **how)
     lines.end(out)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shaped.diagnosis.page.text import show
+from shaped.html.text import show
 
 WIDTH, HEIGHT = 340.0, 196.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 32.0

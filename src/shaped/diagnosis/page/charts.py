@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shaped.diagnosis.page.axes import HEIGHT, LEFT, RIGHT, WIDTH, Axis, choose_axis, draw_axis, draw_layers, place_stage, vary_much
-from shaped.diagnosis.page.text import show, show_share, to_html
+from shaped.diagnosis.page.text import show_share
+from shaped.html.text import show, to_html
 
 Values = list[float | None]
 LINES = 12

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from typing import Any
 
 from shaped.diagnosis.page.charts import draw_curve, draw_gradients, draw_heads
 from shaped.diagnosis.page.style import STYLE
-from shaped.diagnosis.page.text import render_table, show, show_share, to_html
+from shaped.diagnosis.page.text import show_share
+from shaped.html.document import render_document
+from shaped.html.text import render_table, show, to_html
 
 CURVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "correlation": ("Correlation", "of pairs of tokens; 1: all are parallel", {"within": (0.0, 1.0)}),
@@ -40,17 +40,9 @@ def render_page(content: dict[str, Any]) -> str:
     """The page, from what `Diagnosis.to_json` returns."""
     info = content["info"]
     name = info.get("name") or info.get("model", "model")
-    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    head = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f'<meta name="referrer" content="no-referrer">\n<title>{to_html(name)}: diagnosis</title><style>{STYLE}</style></head>\n'
-    )
     stacks = "".join(render_stack(stack, content) for stack in content["stacks"])
-    return (
-        f"{head}<body><main>\n{render_verdicts(name, content)}{stacks}{render_rules(content)}{render_facts(content)}</main></body></html>\n"
-    )
+    body = f"{render_verdicts(name, content)}{stacks}{render_rules(content)}{render_facts(content)}"
+    return render_document(f"{name}: diagnosis", STYLE, f"<main>\n{body}</main>")
 
 
 def render_verdicts(name: str, content: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Cache of computed pages on disk, with one reader for each kind of file.
 
 The arrays are in an .npz. Everything else, the summary, is in a .json, written last: it holds the hash of the arrays and a seal, its own
-hash. The .png holds the hash of the arrays that it shows. A reader returns what was saved, or raises a ValueError of one line.
+hash. The .png holds the hash of the arrays that it shows, and a text that says what is seen. A reader returns what was saved, or raises a
+ValueError of one line.
 """
 
 from __future__ import annotations
@@ -25,13 +26,22 @@ from shaped.files import check_entries, open_regular, read_sealed, write_atomica
 TEXTS = ("figure", "title", "shows", "version", "code", "scale", "device", "arrays_sha256")
 FIELDS = dict.fromkeys(TEXTS, str) | {"seed": int, "settings": dict, "seconds": float, "claims": list, "table": dict}
 CLAIM = {"id": str, "claim": str, "value": float, "interval": list, "relation": str, "threshold": float, "verdict": str}
-PNG, SHOWN = b"\x89PNG\r\n\x1a\n", "arrays_sha256"
+PNG, SHOWN, SEEN = b"\x89PNG\r\n\x1a\n", "arrays_sha256", "Description"  # the last is the standard's word
 
 
 @dataclass(frozen=True)
 class Saved:
     summary: dict[str, Any]
     arrays: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Picture:
+    png: bytes
+    seen: str
+    """What is seen, for those who do not see it. Empty in pictures of an earlier version."""
+    width: int
+    height: int
 
 
 def save(folder: Path, id: str, key: dict[str, Any], result: Result, seconds: float) -> Saved:
@@ -130,13 +140,27 @@ def read_arrays(path: Path, summary: dict[str, Any]) -> dict[str, np.ndarray]:
         raise ValueError(f"{path.name} must be arrays, got what numpy cannot read ({type(error).__name__})") from None
 
 
-def read_picture(path: Path, summary: dict[str, Any]) -> bytes:
+def read_picture(path: Path, summary: dict[str, Any]) -> Picture:
     """Reads the .png and checks that it was drawn from this summary's arrays."""
     data = _read_bytes(path)
-    shown = f"{SHOWN}\0{summary['arrays_sha256']}".encode()
-    if (b"tEXt", shown) not in list(_read_chunks(path.name, data)):
+    chunks = list(_read_chunks(path.name, data))
+    texts = dict(filter(None, (_read_text(*chunk) for chunk in chunks)))
+    if texts.get(SHOWN) != summary["arrays_sha256"]:
         raise ValueError(f"{path.name} must be drawn from the arrays of {path.stem}.json, got another picture")
-    return data
+    width, height = (int.from_bytes(chunks[0][1][at : at + 4]) for at in (0, 4))  # the first chunk of a PNG is its header
+    return Picture(data, texts.get(SEEN, ""), width, height)
+
+
+def _read_text(kind: bytes, content: bytes) -> tuple[str, str] | None:
+    """Keyword and text of a text chunk, Latin or international and not compressed; None for other chunks."""
+    keyword, _, text = content.partition(b"\0")
+    if kind == b"iTXt" and text[:2] == b"\0\0":
+        text, encoding = text.split(b"\0", 4)[-1], "utf-8"  # after compression (two bytes), language and translated keyword
+    elif kind == b"tEXt":
+        encoding = "latin-1"
+    else:
+        return None
+    return keyword.decode("latin-1"), text.decode(encoding, "replace")
 
 
 def _read_chunks(name: str, data: bytes) -> Iterator[tuple[bytes, bytes]]:

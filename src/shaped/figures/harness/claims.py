@@ -21,6 +21,7 @@ Interval = tuple[float, float]
 RESAMPLES = 400
 
 HOLDS, NOT_PROVED, FAILS = VERDICTS = ("holds", "not proved", "fails")
+UNDECIDED = "the threshold is inside the interval"
 AT_LEAST, AT_MOST = RELATIONS = ("at least", "at most")
 
 TOLERANCE = 0.02
@@ -58,6 +59,26 @@ def describe_verdicts(rows: Sequence[Row]) -> str:
     return f"{len(rows)} {claims}: " + ", ".join(f"{outcome} {number}" for outcome, number in count(rows).items())
 
 
+def group_claims(rows: Iterable[Row]) -> list[dict[int | None, Row]]:
+    """The rows of one claim together, each by its number of tokens."""
+    groups: dict[tuple[Any, ...], dict[int | None, Row]] = {}
+    for row in rows:
+        name = str(row["id"]).removesuffix(f".m{row['tokens']}")
+        groups.setdefault((name, row["claim"], row["relation"], row["threshold"]), {})[row["tokens"]] = row
+    return list(groups.values())
+
+
+def list_tokens(rows: Iterable[Row]) -> list[int]:
+    """The numbers of tokens for which there are claims."""
+    return sorted({row["tokens"] for row in rows if row["tokens"] is not None})
+
+
+def known_reason(row: Row) -> str:
+    """What is known of a claim that does not hold, beside its numbers."""
+    _, _, why = str(row.get("reason", "")).partition(f"must be {row['relation']} {row['threshold']:.4g}: ")
+    return why.removeprefix(UNDECIDED).removeprefix("; ")
+
+
 def judge(
     id: str,
     m: int | None,
@@ -91,7 +112,7 @@ def judge(
     }
     if claimed["verdict"] == HOLDS:
         return claimed
-    inside = "the threshold is inside the interval" if claimed["verdict"] == NOT_PROVED else ""
+    inside = UNDECIDED if claimed["verdict"] == NOT_PROVED else ""
     reasons = "; ".join(filter(None, [inside, "" if right else why]))
     low, high = interval
     return claimed | {

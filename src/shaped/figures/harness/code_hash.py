@@ -2,7 +2,7 @@
 
 The code is found by following imports from the page's module, also those inside functions. A file that is moved or added is thus seen
 without a list to keep up to date, and a change elsewhere leaves the page's cache valid. The package's own `__init__` imports everything:
-of it only the names count that are used, `shaped.solve` and the like.
+of it only the names count that are used, `shaped.solve` and the like. The functions of a page that only show its numbers do not count.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import shaped
 ROOT = Path(shaped.__file__).parent
 DRAWING = {"shaped.figures.harness.style"}
 """Modules that only draw. A picture is drawn again on every run, so a change here needs no new numbers."""
+SHOWING = {"draw", "describe"}
+"""Functions of a page's module that only show its numbers."""
 
 
 @cache
@@ -24,7 +26,8 @@ def hash_code(module: str, root: Path = ROOT) -> str:
     """16 hexadecimal digits for all files in `list_sources`."""
     digest = hashlib.sha256()
     for path in list_sources(module, root):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        source = read_source(path, root)
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + source + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -40,10 +43,22 @@ def list_sources(module: str, root: Path = ROOT) -> list[Path]:
         if path is None or name in found or name in DRAWING:
             continue
         found[name] = path
-        waiting += list_imports(path.read_bytes())
+        waiting += list_imports(read_source(path, root))
     if not found:
         raise ValueError(f"module must be a module of {root}, got {module!r}")
     return sorted(found.values())
+
+
+def read_source(path: Path, root: Path) -> bytes:
+    """A file; of a page without the functions that show its numbers."""
+    source = path.read_bytes()
+    if path.parent != root / "figures" / "pages":
+        return source
+    lines = source.splitlines(keepends=True)
+    for node in reversed(ast.parse(source).body):
+        if isinstance(node, ast.FunctionDef) and node.name in SHOWING:
+            del lines[node.lineno - 1 : node.end_lineno]
+    return b"".join(lines)
 
 
 def find_source(name: str, root: Path) -> Path | None:

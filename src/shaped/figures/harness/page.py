@@ -2,7 +2,7 @@
 
 How to add a page:
 
-1. Write a module in `figures/pages/` with the five names of `Page`. Its file name is its id. `pages/fig7.py` is the shortest.
+1. Write a module in `figures/pages/` with the six names of `Page`. Its file name is its id. `pages/fig7.py` is the shortest.
 2. Put the id into `FIGURES` in `harness/reproduce.py`, or into `TRAINED` if it reads finished training runs.
 3. Add tiny settings to `tests/figures/tiny.py`, and what it draws to `tests/figures/test_pictures.py`.
 
@@ -60,4 +60,8 @@ class Page(Protocol):
 
     def draw(self, summary: dict[str, Any], arrays: dict[str, np.ndarray], /) -> Figure:
         """Draws from what was saved, and computes nothing. Imports matplotlib only here."""
+        ...
+
+    def describe(self, summary: dict[str, Any], arrays: dict[str, np.ndarray], /) -> str:
+        """What is seen in the picture, with its numbers, in one or two sentences: the alternative text. It does not repeat the title."""
         ...

@@ -91,7 +91,7 @@ def reproduce(
     runs: Sequence[Path] = (),
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Computes the pages that are not yet in `out`, draws all, writes the report and returns its path.
+    """Computes the pages that are not yet in `out`, draws all, writes the report and returns its path. The last line says what is new.
 
     A page for which the runs have no data is left out. If it was asked for by its id, that is an error, raised after the report is written.
     """
@@ -130,8 +130,9 @@ def reproduce(
     say(f"in all  {describe_verdicts(claims)}")
     report = write_report(out, FIGURES + TRAINED, say)
     if named:
-        raise NoData(f"{named[0]}; the rest is in {report}")
-    return report
+        raise NoData(f"{named[0]}; the rest is in {report.path}")
+    say(report.line)
+    return report.path
 
 
 def load_or_compute(
@@ -171,14 +172,15 @@ def load_and_draw(id: str, out: Path, its_key: dict[str, Any], say: Callable[[st
 
 def draw(id: str, out: Path, saved: cache.Saved) -> None:
     """PNG and PDF, from the saved numbers alone."""
-    from shaped.figures.harness.style import apply_style
+    from shaped.figures.harness.style import DPI, apply_style
 
-    shown = {cache.SHOWN: saved.summary["arrays_sha256"]}
+    page, words = load_page(id), {cache.SHOWN: saved.summary["arrays_sha256"]}
     with apply_style():
-        figure = load_page(id).draw(saved.summary, saved.arrays)
-        for kind, metadata in (("png", shown), ("pdf", {"CreationDate": None})):  # no date: the same numbers give the same files
+        figure = page.draw(saved.summary, saved.arrays)
+        words[cache.SEEN] = page.describe(saved.summary, saved.arrays)
+        for kind, metadata in (("png", words), ("pdf", {"CreationDate": None})):  # no date: the same numbers give the same files
             buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, dpi=220, metadata=metadata)
+            figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
             write_atomically(out / f"{id}.{kind}", lambda file, buffer=buffer: file.write(buffer.getvalue()))
 
 

@@ -21,7 +21,8 @@ NAMES = {"shaped": "shaped", "unshaped": "unshaped", "preln": "Pre-LN", "postln"
 LINES: dict[str, Any] = {"network": "-", "sde": "--"}
 FACE_NAMES = {"network": "network", "sde": "SDE"}
 
-WIDE, NARROW = 6.75, 3.3  # inches: a page's text and one of its columns
+WIDE, NARROW = 6.75, 4.2  # inches: two or three panels, and one
+DPI = 300  # of the report's pictures, which show two pixels in the place of one
 LOOK: Any = {
     "font.size": 8,
     "axes.labelsize": 8,
@@ -78,7 +79,8 @@ def draw_line_key(axes: Axes, **how: Any) -> None:
 
 def draw_densities(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: str, colour: Any = BLUE) -> None:
     """Histograms and kernel density estimates of network and SDE, in one panel."""
-    for face in LINES:
+    tallest = 0.0
+    for face, title in FACE_NAMES.items():
         key = f"{name}_{face}"
         solid = face == "network"
         axes.stairs(
@@ -88,17 +90,25 @@ def draw_densities(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: 
             color=colour if solid else BLACK,
             alpha=0.22 if solid else 0.45,
             linewidth=0 if solid else 0.5,
+            label=f"{title}, histogram",
         )
         grid, density = arrays[f"{key}_grid"], arrays[f"{key}_density"]
-        # Beyond 0.96 there are few samples, and the estimate has spikes.
-        inside = np.abs(grid) < 0.96 if name.startswith("rho") else np.ones_like(grid, dtype=bool)
-        axes.plot(
-            grid[inside],
-            density[inside],
-            LINES[face],
-            color=colour if solid else BLACK,
-            linewidth=1.6 if solid else 1.0,
-            label=FACE_NAMES[face],
-        )
-    axes.set(xlabel=label, ylabel="density", ylim=(0, None))
+        axes.plot(grid, density, LINES[face], color=colour if solid else BLACK, linewidth=1.6 if solid else 1.0, label=title)
+        tallest = max(tallest, arrays[f"{key}_heights"].max(), density[np.abs(grid) < 0.96].max(initial=0.0))
+    # Near the ends of a correlation's range there may be a spike of few samples, which is not to choose the axis.
+    axes.set(xlabel=label, ylabel="density", ylim=(0, 1.05 * tallest if name.startswith("rho") else None))
     axes.margins(x=0)
+
+
+def sort_densities(axes: Axes) -> list[Any]:
+    """The legend's handles of a panel with densities: network, its histogram, SDE, its histogram, then the others."""
+    handles, labels = axes.get_legend_handles_labels()
+    first = [f"{title}{kind}" for title in FACE_NAMES.values() for kind in ("", ", histogram")]
+    return [handles[labels.index(label)] for label in (*first, *(label for label in labels if label not in first))]
+
+
+def describe_densities(arrays: dict[str, np.ndarray], name: str, symbol: str) -> str:
+    """What is seen of them: where the network's is highest, and how far the SDE's is from it."""
+    grid, network, sde = (arrays[f"{name}_{array}"] for array in ("network_grid", "network_density", "sde_density"))
+    peak, gap = grid[network.argmax()], np.abs(network - sde).max() / max(network.max(), 1e-300)
+    return f"the network's density is highest near {symbol} = {peak:.2g}, and the SDE's differs by at most {gap:.0%} of it"

@@ -74,7 +74,9 @@ def compute(settings: laws.Settings, simulator: Simulator) -> Result:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import COLOURS, NAMES, draw_densities, make_panels
+    from matplotlib.patches import Patch
+
+    from shaped.figures.harness.style import COLOURS, GREY, NAMES, draw_densities, make_panels, sort_densities
 
     figure, (depth, density) = make_panels(2)
     for name in MODELS:
@@ -82,8 +84,19 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         depth.plot(arrays["layer"], mean, color=COLOURS[name], label=NAMES[name])
         depth.fill_between(arrays["layer"], mean - reach, mean + reach, color=COLOURS[name], alpha=0.25, linewidth=0)
     depth.set(xlabel=r"layer $\ell$", ylabel=r"mean of $\rho^{\alpha\beta}_\ell$", ylim=(0, 1.03), xlim=(0, arrays["layer"][-1]))
-    depth.legend(loc="center right")
+    band = Patch(color=GREY, alpha=0.4, linewidth=0, label="95 % interval of a mean")
+    depth.legend(handles=[*depth.get_legend_handles_labels()[0], band], loc="center right")
     draw_densities(density, arrays, "rho", r"$\rho^{\alpha\beta}_d$")
     density.set(xlim=(-1, 1), xticks=(-1, -0.5, 0, 0.5, 1))
-    density.legend(loc="upper left")
+    density.legend(handles=sort_densities(density), loc="upper left")
     return figure
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    from shaped.figures.harness.style import NAMES, describe_densities
+
+    ends = ", ".join(f"{NAMES[name]} {arrays[f'mean_{name}'][-1]:.3g}" for name in MODELS)
+    return (
+        f"Left: three curves that start together at a mean correlation of {arrays['mean_shaped'][0]:.2g} and end, at layer "
+        f"{arrays['layer'][-1]:.0f}, at: {ends}. Right: {describe_densities(arrays, 'rho', 'ρ')}."
+    )

@@ -244,3 +244,17 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     law = Line2D([], [], color=BLACK, linestyle=LINES["sde"], linewidth=0.8, label="exact law")
     panels[1].legend(handles=[*handles, law], loc="lower left")
     return figure
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    from shaped.figures.harness.style import NAMES
+
+    def list_ends(weight: str) -> str:
+        return ", ".join(
+            f"{NAMES[name]} from {arrays[f'{weight}_{name}'][0, 0]:.2g} to {arrays[f'{weight}_{name}'][-1, 0]:.2g}" for name in MODELS
+        )
+
+    return (
+        f"Gradient norms from the first to the last of {len(arrays['layer'])} layers, on logarithmic axes, each with the dashed curve "
+        f"of its law. Left, value weights: {list_ends('value')}. Right, query weights: {list_ends('query')}."
+    )

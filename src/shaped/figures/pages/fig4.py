@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 TITLE = "Each of the three modifications is needed"
 SHOWS = (
     "Attention alone, with every combination of the three modifications that shape it: identity (id), centring (centre), temperature "
-    "(τ² = n·n_k in place of n_k). Mean absolute correlation and covariance against depth. As in the paper, the combinations whose "
-    "covariance explodes for lack of centring are left out on the left. "
+    "(τ² = n·n_k in place of n_k). Mean absolute correlation and covariance against depth; on the right the covariance near its start, "
+    "enlarged. As in the paper, the combinations whose covariance explodes for lack of centring are left out on the left. Combinations "
+    "that differ only in their temperature lie nearly on each other: one is broad and pale, the other dashed. "
     "Of the shaped networks a few in a thousand explode and carry the mean, so their median is drawn too (dotted)."
 )
 
@@ -46,6 +47,7 @@ SIZE = "log10 of mean |V|"
 ALIGNED = 0.99  # mean |rho| for tau alone, and for none: tends to 1
 NEARLY = 0.7  # id+centre: 0.87
 APART = 0.7  # shaped: 0.44
+NEAR = (0.1, 1.0)  # the covariances that are drawn enlarged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,32 +127,49 @@ def log_mean(values: np.ndarray) -> float:
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from shaped.figures.harness.style import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, make_panels
 
-    colours = dict(zip(COMBINATIONS, (BLUE, ORANGE, GREEN, SKY, PURPLE, GREY, BLACK, VERMILION), strict=True))
-    markers = dict(zip(COMBINATIONS, ("o", "s", "^", "v", "D", "P", "X", "d"), strict=True))
-    figure, panels = make_panels(2, height=3.0)
-    for axes, quantity, left_out in zip(panels, ("rho", "V"), (("id+tau", "id"), ()), strict=True):
-        for k, name in enumerate(COMBINATIONS):
-            if name in left_out:
-                continue
-            axes.plot(
-                arrays["layer"],
-                arrays[f"{quantity}_{name}"],
-                color=colours[name],
-                marker=markers[name],
-                markersize=3.5,
-                markevery=(k, 8),
-                linewidth=2.0 if name == SHAPED else 1.1,
-                zorder=3 if name == SHAPED else 2,
-                label=label_of(name),
-            )
+    colours = dict(zip(COMBINATIONS, (BLUE, ORANGE, GREEN, SKY, PURPLE, BLACK, GREY, VERMILION), strict=True))
+    figure, panels = make_panels(3, height=3.1)
+    for axes, quantity, left_out in zip(panels, ("rho", "V", "V"), (("id+tau", "id"), (), ()), strict=True):
+        for name, colour in colours.items():
+            if name not in left_out:
+                axes.plot(arrays["layer"], arrays[f"{quantity}_{name}"], color=colour, label=label_of(name), **choose_line(name))
         axes.set(xlabel=r"layer $\ell$", xlim=(0, arrays["layer"][-1]))
-    panels[1].plot(arrays["layer"], arrays["V_median"], ":", color=BLUE, linewidth=1.4, label="shaped, median")
+    for axes in panels[1:]:
+        axes.plot(arrays["layer"], arrays["V_median"], ":", color=BLUE, linewidth=1.8, zorder=4, label="shaped, median")
+        axes.set_yscale("log")
     panels[0].set(ylabel=r"mean of $|\rho^{\alpha\beta}_\ell|$", ylim=(0, 1.03))
-    panels[1].set(ylabel=r"mean of $|V^{\alpha\beta}_\ell|$", yscale="log", yticks=[10.0**power for power in range(-40, 61, 20)])
+    panels[1].set(ylabel=r"mean of $|V^{\alpha\beta}_\ell|$", yticks=[10.0**power for power in range(-40, 61, 20)])
     panels[1].minorticks_off()
+    panels[2].set(ylabel="the same, enlarged", ylim=NEAR)
+    ticks = (0.1, 0.2, 0.5, 1.0)
+    panels[2].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    panels[2].minorticks_off()
     handles, labels = panels[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
+
+
+def choose_line(name: str) -> dict[str, Any]:
+    """Two combinations that differ only in their temperature lie on each other: one is broad and pale, the other thin and dashed on it."""
+    if name == SHAPED:
+        return {"linewidth": 2.0, "zorder": 3}
+    if name == "id+centre":
+        return {"linewidth": 1.3}
+    return {"linewidth": 4.5, "alpha": 0.45} if name.endswith("tau") else {"linewidth": 1.2, "linestyle": "--"}
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    sizes = ", ".join(f"{describe_name(name)} {arrays[f'V_{name}'][-1]:.1g}" for name in COMBINATIONS)
+    rho = ", ".join(f"{describe_name(name)} {arrays[f'rho_{name}'][-1]:.2g}" for name in COMBINATIONS if name not in ("id+tau", "id"))
+    return (
+        f"At layer {arrays['layer'][-1]:.0f}, left, mean absolute correlation: {rho}. Middle, mean absolute covariance on a logarithmic "
+        f"axis: {sizes}. Right, the same enlarged near 1: the median of the shaped networks, dotted, ends at "
+        f"{arrays['V_median'][-1]:.2g}. Curves with and without the temperature lie on each other, one broad and one dashed."
+    )
+
+
+def describe_name(name: str) -> str:
+    return "shaped" if name == SHAPED else name
 
 
 def label_of(name: str) -> str:

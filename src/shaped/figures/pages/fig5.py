@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 
 TITLE = "Smaller γ delays instability"
 SHOWS = (
-    "Shaped attention from an adversarial start, tokens of length 10√n. Left: paths of the largest eigenvalue of V. Right: stopping time, "
-    "at which an eigenvalue passes 10⁴ or falls below 10⁻⁴, capped at 1. At this start the logits are of order 100/√n, not small: the "
-    "network's softmax saturates, which its limit cannot, so the SDE (dashed) explodes long before the network (solid)."
+    "Shaped attention from an adversarial start, tokens of length 10√n. Left: paths of the largest eigenvalue of V over "
+    "logarithmic time. Right: stopping time, at which an eigenvalue passes 10⁴ or falls below 10⁻⁴, capped at 1. At this start the logits "
+    "are of order 100/√n, not small: the network's softmax saturates, which its limit cannot, so the SDE (dashed) explodes long before the "
+    "network (solid)."
 )
 
 FALL = 0.5  # of the network's median, capped at 1, from the smallest to the largest γ: "tuning γ smaller will delay" it (Sec. 4.4)
 STABLE = 1.0  # median at the smallest γ: the cap, "very straight forward to stabilize" (Sec. 4.4)
 SURVIVORS = "with two tokens and γ near 1 only part of the SDE's paths explode by time 1, about half at γ = 0.9"
-FRAME = 1e-3  # time between the points of a drawn path of the SDE
+FRAME = 1e-4  # time between the points of a drawn path of the SDE, whose paths explode within a few thousandths
+LEAST = 60.0  # where the axis of the eigenvalues begins; they start near 160 with four tokens
 SDE_FALL = 2.0  # ratio of the SDE's medians at the smallest and the largest γ
 
 
@@ -129,21 +131,27 @@ def ratio(early: np.ndarray, late: np.ndarray, seed: int) -> tuple[float, tuple[
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from matplotlib.lines import Line2D
 
-    from shaped.figures.harness.style import BLACK, BLUE, LINES, draw_line_key, make_panels, pick_ordered_colours
+    from shaped.figures.harness.style import BLACK, BLUE, FACE_NAMES, LINES, make_panels, pick_ordered_colours
 
-    figure, (paths, times) = make_panels(2)
+    figure, (paths, times) = make_panels(2, height=2.9)
     drawn = arrays["drawn"]
     colours = pick_ordered_colours(len(drawn))
+    first = CAP / (2 * max(len(values) - 1 for name, values in arrays.items() if name.startswith("eigenvalues_")))  # in the place of 0
     for gamma, colour in zip(drawn, colours, strict=True):
         for face in LINES:
             values = arrays[f"eigenvalues_{gamma:g}_{face}"]
-            paths.plot(np.linspace(0.0, CAP, len(values)), values, LINES[face], color=colour, linewidth=0.8)
-    for bound in arrays["bounds"][1:]:
-        paths.axhline(bound, color=BLACK, linestyle=":", linewidth=0.8)
-    keys = [Line2D([], [], color=colour, label=rf"$\gamma={gamma:g}$") for gamma, colour in zip(drawn, colours, strict=True)]
-    draw_line_key(paths, loc="lower center")
-    paths.legend(handles=keys, loc="lower right")
-    paths.set(xlabel=r"$t=\ell/n$", ylabel=r"$\lambda_{\max}(V_\ell)$", yscale="log", xlim=(0, CAP), ylim=(15, None))
+            paths.plot(np.linspace(0.0, CAP, len(values)).clip(first), values, LINES[face], color=colour, linewidth=0.8)
+    lower, upper = arrays["bounds"]
+    paths.axhline(upper, color=BLACK, linestyle=":", linewidth=0.8)
+    box = {"color": "white", "pad": 0.5, "alpha": 0.85}
+    how: Any = {"fontsize": 7, "va": "bottom", "zorder": 2.4, "bbox": box}  # above the paths, below the axes
+    paths.text(first, 1.15 * upper, f" upper bound {write_power(upper)}", **how)
+    paths.text(first, 1.05 * LEAST, f" lower bound {write_power(lower)}: far below", **how)
+    keys = [Line2D([], [], color=BLACK, linestyle=LINES[face], linewidth=1.0, label=FACE_NAMES[face]) for face in LINES]
+    keys += [Line2D([], [], color=colour, label=rf"$\gamma={gamma:g}$") for gamma, colour in zip(drawn, colours, strict=True)]
+    paths.legend(handles=keys, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    paths.set(xlabel=r"$t=\ell/n$", ylabel=r"$\lambda_{\max}(V_\ell)$", xscale="log", yscale="log")
+    paths.set(xlim=(first, CAP), ylim=(LEAST, 4 * upper))
     for face in LINES:
         value, low, high = arrays[f"median_{face}"].T
         colour = BLUE if face == "network" else BLACK
@@ -161,6 +169,29 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
             linewidth=0.9,
             label=f"{name}, 10th percentile",
         )
-    times.set(xlabel=r"$\gamma$", ylabel=r"stopping time $t^*$", yscale="log", ylim=(None, 20))
-    times.legend(loc="upper right")
+    times.axhline(CAP, color=BLACK, linestyle=":", linewidth=0.8)
+    times.text(arrays["gamma"][-1], 1.1 * CAP, "cap", fontsize=7, ha="right", va="bottom")
+    times.set(xlabel=r"$\gamma$", ylabel=r"stopping time $t^*$", yscale="log", ylim=(None, 2 * CAP))
+    times.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return figure
+
+
+def write_power(value: float) -> str:
+    return rf"$10^{{{np.log10(value):.0f}}}$"
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    gamma, network, sde = arrays["gamma"], arrays["median_network"][:, 0], arrays["median_sde"][:, 0]
+    tops, ends = [], []
+    for one in arrays["drawn"]:
+        dashed = arrays[f"eigenvalues_{one:g}_sde"]
+        last = np.isfinite(dashed).sum(0).max() - 1
+        ends.append(f"t = {CAP * last / (len(dashed) - 1):.2g} or before (γ = {one:g})")
+        paths = arrays[f"eigenvalues_{one:g}_network"]
+        crossed = int((np.nanmax(paths, 0) > arrays["bounds"][1]).sum())
+        tops.append(f"{crossed} of {paths.shape[1]} at γ = {one:g}")
+    return (
+        f"Left: paths of the largest eigenvalue over logarithmic time; of the solid paths of networks {', '.join(tops)} reach the upper "
+        f"bound; the dashed paths of the SDE end at {', '.join(ends)}. Right: from γ = {gamma[0]:g} to {gamma[-1]:g} the median stopping "
+        f"time of the network goes from {network[0]:.2g} to {network[-1]:.2g}, that of the SDE from {sde[0]:.2g} to {sde[-1]:.2g}."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 TITLE = "The baseline's attention collapses at large learning rates"
 SHOWS = (
     "Mean entropy of the softmax, over rows and heads, of the first and the seventh layer against training steps, for each learning rate: "
-    "Recover above, Pre-LN below. A cross: loss or gradient no longer finite; the dotted line is what we call collapsed."
+    "Recover above, Pre-LN below. A cross: loss or gradient no longer finite. Dotted: below it we call attention collapsed. "
+    "Dash-dotted: uniform attention over the 128 tokens of a sequence."
 )
 LAYERS, MODELS = (1, 7), ("recover", "preln")
 COLLAPSED, LARGE = 0.5, 1e-3
 """Below this entropy, in nats, attention counts as a point mass: a tenth of log 128. And the learning rate that the caption calls large."""
+UNIFORM = math.log(128)  # the entropy of uniform attention over a sequence of the paper's length
 
 
 def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
@@ -89,9 +92,9 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    from shaped.figures.harness.style import WIDE, pick_ordered_colours
+    from shaped.figures.harness.style import BLACK, WIDE, pick_ordered_colours
 
-    figure = Figure(figsize=(WIDE, 4.4), layout="constrained")
+    figure = Figure(figsize=(WIDE, 4.6), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     keys = [name.removesuffix("_steps") for name in arrays if name.endswith("_steps")]
     rates = sorted({float(key.split("_")[2]) for key in keys})
@@ -105,12 +108,29 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
                     axes.plot(steps, entropy, color=colour)
                     if arrays[f"{key}_diverged"]:
                         axes.plot(steps[-1:], entropy[-1:], "x", color=colour, markersize=6, clip_on=False)
-            axes.axhline(COLLAPSED, color="0.7", linewidth=0.6, linestyle=":")
+            axes.axhline(COLLAPSED, color=BLACK, linewidth=0.8, linestyle=":")
+            axes.axhline(UNIFORM, color=BLACK, linewidth=0.8, linestyle="-.")
             axes.set_title(f"{runs.label(model)}, layer {layer}")
     handles = [Line2D([], [], color=colours[rate], label=f"lr {rate:g}") for rate in rates]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(rates))
+    handles += [
+        Line2D([], [], color=BLACK, linewidth=0.8, linestyle="-.", label="log 128: uniform attention"),
+        Line2D([], [], color=BLACK, linewidth=0.8, linestyle=":", label=f"below {COLLAPSED:g}: collapsed"),
+        Line2D([], [], color=BLACK, linestyle="none", marker="x", markersize=6, label="diverged"),
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4)
     for axes in panels[1]:
         axes.set_xlabel("step")
     for axes in panels[:, 0]:
-        axes.set(ylabel=QUANTITIES["entropy"].label, ylim=(0, None))
+        axes.set(ylabel=QUANTITIES["entropy"].label, ylim=(0, 1.05 * UNIFORM))
     return figure
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    ends: dict[str, list[str]] = {}
+    for key in (name.removesuffix("_entropy") for name in arrays if name.endswith("_entropy")):
+        model, layer, rate, *_ = key.split("_")
+        diverged = ", diverged" if arrays[f"{key}_diverged"] else ""
+        said = f"{arrays[f'{key}_entropy'][-1]:.2g} nats at step {arrays[f'{key}_steps'][-1]:.0f} (rate {rate}{diverged})"
+        ends.setdefault(f"{runs.label(model)}, layer {layer}", []).append(said)
+    listed = "; ".join(f"{panel}: {', '.join(of)}" for panel, of in ends.items())
+    return f"Curves of entropy below the line of uniform attention, {UNIFORM:.2f} nats, one for each run. They end at: {listed}."

@@ -29,9 +29,16 @@ def compute(settings: laws.Settings, simulator: Simulator) -> Result:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import NARROW, draw_densities, make_panels
+    from shaped.figures.harness.style import NARROW, draw_densities, make_panels, sort_densities
 
     figure, (axes,) = make_panels(1, NARROW)
     draw_densities(axes, arrays, "V", r"$V^{\alpha\beta}_d$")
-    axes.legend(loc="upper right")
+    axes.legend(handles=sort_densities(axes), loc="upper right")
     return figure
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    from shaped.figures.harness.style import describe_densities
+
+    grid = arrays["V_network_grid"]
+    return f"Two densities over covariances from {grid[0]:.2g} to {grid[-1]:.2g}: {describe_densities(arrays, 'V', 'V')}."

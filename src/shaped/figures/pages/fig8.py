@@ -84,7 +84,7 @@ def compute(settings: Settings, simulator: Simulator) -> Result:
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from shaped.figures.harness.style import NARROW, make_panels
 
-    figure, (axes,) = make_panels(1, NARROW, 2.6)
+    figure, (axes,) = make_panels(1, NARROW, 3.1)
     values = arrays["median"]
     image = axes.imshow(values, origin="lower", aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0)
     for (i, k), value in np.ndenumerate(values):
@@ -94,7 +94,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
             f"{value:.2f}".lstrip("0") if value < 0.995 else "1",
             ha="center",
             va="center",
-            fontsize=5,
+            fontsize=6.5,
             color="black" if value > 0.55 else "white",
         )
     axes.set_xticks(range(len(arrays["gamma"])), [f"{gamma:g}" for gamma in arrays["gamma"]], rotation=45)
@@ -104,3 +104,13 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     axes.tick_params(length=0)
     figure.colorbar(image, label=r"median of $t^*$", pad=0.02)
     return figure
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    values, gamma, tau0 = arrays["median"], arrays["gamma"], arrays["tau0"]
+    row, column = np.unravel_index(values.argmin(), values.shape)
+    return (
+        f"A grid of {len(tau0)} values of τ0, from {tau0[0]:g} to {tau0[-1]:g} upwards, by {len(gamma)} of γ, from {gamma[0]:g} to "
+        f"{gamma[-1]:g} to the right. In {int((values >= 1.0).sum())} of {values.size} cells the median is the cap, 1; it is smallest, "
+        f"{values.min():.2g}, at τ0 = {tau0[row]:g} and γ = {gamma[column]:g}."
+    )

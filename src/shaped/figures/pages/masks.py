@@ -109,12 +109,16 @@ def judge_masks(m: int, samples: dict[str, dict[str, Sample]], seed: int) -> lis
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import GREEN, VERMILION, draw_densities, make_panels
+    from shaped.figures.harness.style import GREEN, VERMILION, draw_densities, make_panels, sort_densities
 
     m = summary["tokens"]
-    labels = {"first": r"$\rho^{1\,2}_d$", "ends": rf"$\rho^{{1\,{m}}}_d$", "lengths": rf"$|X^{{{m}}}_d|\,/\,|X^1_d|$"}
+    labels = {
+        "first": "correlation of the\nfirst two tokens (artanh axis)",
+        "ends": "correlation of the first and\nthe last token (artanh axis)",
+        "lengths": f"length of token {m} over\nthat of token 1 (log axis)",
+    }
     names = [name for name in labels if f"{name}_sde_grid" in arrays]
-    figure, panels = make_panels(len(names))
+    figure, panels = make_panels(len(names), height=2.9)
     for axes, name in zip(panels, names, strict=True):
         for wrong, line, colour in (("full", "-.", VERMILION), ("none", ":", GREEN)):
             grid, density = arrays[f"{name}_{wrong}_grid"], arrays[f"{name}_{wrong}_density"]
@@ -123,7 +127,16 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         ticks, places = (RATIOS, np.log(RATIOS)) if name == "lengths" else (CORRELATIONS, np.arctanh(CORRELATIONS))
         axes.set_xticks(places, [f"{tick:g}" for tick in ticks])
         axes.set(xlim=tuple(arrays[f"{name}_sde_grid"][[0, -1]]), ylabel="")
-    panels[0].set_ylabel("density (on the axis as drawn)")
-    handles, _ = panels[0].get_legend_handles_labels()
-    figure.legend(handles=handles[2:] + handles[:2], loc="outside upper center", ncols=4)
+    panels[0].set_ylabel("density per unit of artanh or log")
+    figure.legend(handles=sort_densities(panels[0]), loc="outside upper center", ncols=3)
     return figure
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    words = {"first": "correlation of the first two tokens", "ends": "correlation of the first and the last", "lengths": "ratio of lengths"}
+    said = []
+    for name in (name for name in words if f"{name}_sde_grid" in arrays):
+        places = (float(arrays[f"{name}_{which}_grid"][arrays[f"{name}_{which}_density"].argmax()]) for which in ("network", "sde", *WRONG))
+        network, sde, full, none = (np.exp(place) if name == "lengths" else np.tanh(place) for place in places)
+        said.append(f"{words[name]}: network {network:.2f}, its SDE {sde:.2f}, full attention {full:.2f}, none {none:.2f}")
+    return f"Four densities in each panel: network, its SDE, the SDEs of full and of no attention. They are highest at: {'; '.join(said)}."

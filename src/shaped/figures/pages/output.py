@@ -123,9 +123,9 @@ def judge_outputs(m: int, samples: dict[str, Output], seed: int) -> list[Row]:
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import GREY, draw_densities, make_panels
+    from shaped.figures.harness.style import GREY, draw_densities, make_panels, sort_densities
 
-    figure, panels = make_panels(2)
+    figure, panels = make_panels(2, height=2.7)
     for axes, name, label in zip(
         panels,
         ("entry", "product"),
@@ -135,5 +135,15 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         axes.plot(arrays[f"{name}_wide_grid"], arrays[f"{name}_wide_density"], "-.", color=GREY, label=r"$N(0, V_0 \otimes I)$")
         draw_densities(axes, arrays, name, label)
     panels[1].set(yscale="log", ylim=(2e-2, None), xlim=(-2.2, 3))
-    panels[0].legend(loc="upper right")
+    figure.legend(handles=sort_densities(panels[0]), loc="outside upper center", ncols=5)
     return figure
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    from shaped.figures.harness.style import describe_densities
+
+    entry, wide = (arrays[f"entry_{name}_density"].max() for name in ("network", "wide"))
+    return (
+        f"Left, one entry: {describe_densities(arrays, 'entry', 'X')}; it is {entry:.2g} there, that of infinite width, grey, {wide:.2g}. "
+        f"Right, the product of two tokens' entries on a logarithmic axis: {describe_densities(arrays, 'product', 'X·X')}."
+    )

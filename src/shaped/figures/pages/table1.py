@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 TITLE = "Shaped Transformers train as well as Pre-LN"
 SHOWS = (
     "Loss of masked language modelling on the test text, for each kind of model at its best learning rate and γ. "
-    "Left: during the longest pre-training, every run of it. Right: after pre-training; dots: mean over seeds with its standard deviation; "
-    "crosses: the paper's, on other text after 100,000 steps: only their order compares."
+    "Left: during the longest pre-training, every run of it. Right: after pre-training; dots: mean over seeds with its standard deviation. "
+    "Numbers beside them: the paper's, on other text after 100,000 steps: only their order compares."
 )
 WITHIN = 0.02
 """By how much the best shaped model may be above Pre-LN: about the paper's own standard deviations in this table."""
@@ -107,25 +107,38 @@ def difference_interval(value: float, *lines: dict[str, Any]) -> tuple[float, fl
 
 
 def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
-    from shaped.figures.harness.style import BLACK, BLUE, COLOURS, GREY, ORANGE, make_panels
+    from shaped.figures.harness.style import BLUE, COLOURS, GREY, ORANGE, SKY, make_panels
 
+    colours = COLOURS | {"recover": BLUE, "learn": ORANGE, "fixed": SKY, "vanilla": COLOURS["unshaped"]}
+    by_name = {name: colour for kind, colour in colours.items() for name in (kind, runs.label(kind))}
     figure, (left, right) = make_panels(2, height=max(2.5, 1.1 + 0.28 * len(arrays["name"])))
-    colours = COLOURS | {"recover": BLUE, "learn": ORANGE}
     named = set()
     for key in (key for key in arrays if key.startswith("curve_")):
         kind = key.split("_")[1]
         label = None if kind in named else runs.label(kind)
         left.plot(*arrays[key].T, ".-", color=colours.get(kind, GREY), markersize=3, label=label)
         named.add(kind)
-    left.set(xlabel="step", ylabel="test loss")
+    left.set(xlabel="step", ylabel="test loss (nats)")
     left.legend(loc="best")
     at = np.arange(len(arrays["name"]))[::-1]
     spread = np.nan_to_num(arrays["test_loss_std"])
-    right.errorbar(arrays["test_loss"], at, xerr=spread, fmt="o", color=BLUE, markersize=4, capsize=2, label="measured")
-    right.plot(arrays["paper"], at, "x", color=BLACK, markersize=5, label="paper")
+    for place, name, loss, error in zip(at, arrays["name"], arrays["test_loss"], spread, strict=True):
+        colour = by_name.get(str(name), by_name.get(str(name).split("-")[0], GREY))  # preln-qk is a Pre-LN
+        right.errorbar([loss], [place], xerr=[error], fmt="o", color=colour, markersize=4, capsize=2)
+    # The paper's losses are of other text: beside the axis, which they would stretch.
+    beside = right.get_yaxis_transform()
+    for place, loss in zip(at, arrays["paper"], strict=True):
+        right.text(1.04, place, "–" if np.isnan(loss) else f"{loss:.2f}", transform=beside, va="center", fontsize=7)
+    right.text(1.04, len(at) - 0.4, "paper,\nother text", transform=beside, va="bottom", fontsize=7)
     labels = [
-        f"{name}, $d={d:.0f}$, {steps:.0f} steps" for name, d, steps in zip(arrays["name"], arrays["depth"], arrays["steps"], strict=True)
+        f"{name}, $d={d:.0f}$, {steps:,.0f} steps" for name, d, steps in zip(arrays["name"], arrays["depth"], arrays["steps"], strict=True)
     ]
-    right.set(yticks=at, yticklabels=labels, xlabel="test loss", ylim=(-0.6, len(at) - 0.4))
-    figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    right.set(yticks=at, yticklabels=labels, xlabel="test loss (nats)", ylim=(-0.6, len(at) - 0.4))
     return figure
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    names, depth, steps, loss = (arrays[name] for name in ("name", "depth", "steps", "test_loss"))
+    rows = zip(names, depth, steps, loss, strict=True)
+    losses = ", ".join(f"{name} (depth {d:.0f}, {s:.0f} steps) {value:.3g}" for name, d, s, value in rows)
+    return f"Left: test losses of the longest runs, which fall with the steps. Right: test losses in nats at the end: {losses}."

@@ -63,3 +63,9 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     panels[0].set(yticks=range(len(names)), yticklabels=names[::-1])
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     return figure
+
+
+def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    rows = zip(arrays["task"], arrays["name"], arrays["mean"], arrays["paper"], strict=True)
+    scores = "; ".join(f"{task}, {str(name).replace('$', '')}: {mean:.3g}, paper {paper:.3g}" for task, name, mean, paper in rows)
+    return f"Dots with bars for each model in three panels, crosses for the paper. {scores}."
