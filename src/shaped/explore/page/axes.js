@@ -69,19 +69,21 @@ function makeLinearTicks(low, high, count) {
   return ticks;
 }
 
-function labelOnLog(value) {
+/** 0.01, 0.1, 1 on a short axis; 10⁻⁶, 10⁻³, 1 on a long one. */
+function labelOnLog(value, long) {
   const exponent = Math.round(Math.log10(value));
   const isPower = Math.abs(value / 10 ** exponent - 1) < 1e-9;
-  return isPower && Math.abs(exponent) > 3 ? formatPower(exponent) : formatNumber(value, 1);
+  return isPower && long && exponent ? formatPower(exponent) : formatNumber(value, 1);
 }
 
 function makeLogTicks(low, high, factors, every = 1) {
+  const long = low < 1e-3 || high >= 1e5;
   const ticks = [];
   for (let exponent = Math.floor(Math.log10(low)); exponent <= Math.ceil(Math.log10(high)); exponent += 1) {
     if (exponent % every) continue;
     for (const factor of factors) {
       const value = factor * 10 ** exponent;
-      if (value >= low * (1 - 1e-9) && value <= high * (1 + 1e-9)) ticks.push({ value, label: labelOnLog(value) });
+      if (value >= low * (1 - 1e-9) && value <= high * (1 + 1e-9)) ticks.push({ value, label: labelOnLog(value, long) });
     }
   }
   return ticks;

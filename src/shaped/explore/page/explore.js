@@ -95,15 +95,18 @@ async function showState() {
   if (state) find("state").textContent = `This server: ${state.finished} answers, ${state.cancelled} cancelled, ${state.running} under way, ${Math.round(state.memory_mb)} MB.`;
 }
 
-const asker = new Asker({ hear: (line) => HEARD[line.kind]?.(line), refuse, lose });
+function begin() {
+  panels.fade();
+  find("progress").textContent = "asking …";
+  find("progress").dataset.busy = "true";
+}
+
+const asker = new Asker({ begin, hear: (line) => HEARD[line.kind]?.(line), refuse, lose, panels: NETWORK.length + BLOCKS.length });
 
 function ask() {
   cancelAnimationFrame(frame);
   frame = 0;
   clearTimeout(timer);
-  panels.fade();
-  find("progress").textContent = "asking …";
-  find("progress").dataset.busy = "true";
   asker.ask(form.values);
 }
 

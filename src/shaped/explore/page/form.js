@@ -184,6 +184,7 @@ export class Form {
   /** True where there is such a field to show the message at. */
   complain(name, text) {
     this.controls.get(name)?.complain(text);
+    this.controls.get(name)?.element.scrollIntoView({ block: "nearest" });
     return this.controls.has(name);
   }
 }
