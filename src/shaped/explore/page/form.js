@@ -30,11 +30,13 @@ class Control {
     this.set(field.default);
   }
 
+  /** Within its own bounds; that the server refuses the whole question is said here too, but forgotten with the next change. */
   get valid() {
-    return this.message.textContent === "";
+    return this.message.textContent === "" || this.refused;
   }
 
-  complain(text) {
+  complain(text, refused = false) {
+    this.refused = refused;
     this.message.textContent = text;
     this.element.classList.toggle("bad", text !== "");
     this.input.setAttribute("aria-invalid", String(text !== ""));
@@ -43,7 +45,7 @@ class Control {
   /** A new value by hand; `settled` where the hand has let go. */
   take(value, settled) {
     this.set(value);
-    this.changed(this, settled);
+    this.changed(settled);
   }
 }
 
@@ -73,8 +75,26 @@ class NumberControl extends Control {
     const at = Number(this.slider.value);
     const value = this.log ? low * (high / low) ** (at / STEPS) : at;
     const rounded = this.whole ? Math.round(value) : this.log ? Number(value.toPrecision(3)) : Number(value.toPrecision(6));
-    const inside = Math.min(high, Math.max(low, rounded));
+    const inside = this.fit(Math.min(high, Math.max(low, rounded)));
     if (settled || inside !== this.value) this.take(inside, settled);
+  }
+
+  /** Does a value go with other fields, as a divisor of one or a multiple? */
+  goesWith(value) {
+    const { divides, multiple_of: base } = this.field;
+    const { values } = this.form;
+    return (!values[divides] || values[divides] % value === 0) && (!values[base] || value % values[base] === 0);
+  }
+
+  /** The nearest value that goes with the other fields; with a sign, the nearest on that side. */
+  fit(value, sign = 0) {
+    const { low, high, divides, multiple_of: base } = this.field;
+    if (!divides && !base) return value;
+    for (let by = 0; by <= high - low; by += 1) {
+      const found = (sign ? [value + sign * by] : [value - by, value + by]).find((each) => each >= low && each <= high && this.goesWith(each));
+      if (found !== undefined) return found;
+    }
+    return sign ? this.value : value;
   }
 
   nudge(event, more, less) {
@@ -86,13 +106,13 @@ class NumberControl extends Control {
     let by = large * (step ?? (this.whole ? 1 : this.log ? 0.02 * this.value : (high - low) / 100));
     if (this.whole && this.log) by = Math.max(1, Math.round(0.02 * large * this.value));
     const value = this.value + sign * by;
-    this.take(Math.min(high, Math.max(low, this.whole ? Math.round(value) : Number(value.toPrecision(5)))), true);
+    this.take(this.fit(Math.min(high, Math.max(low, this.whole ? Math.round(value) : Number(value.toPrecision(5)))), sign), true);
   }
 
   read(settled) {
     this.accept(this.input.value);
     this.placeSlider();
-    this.changed(this, settled);
+    this.changed(settled);
   }
 
   /** A text or a number becomes the value, or a message says why not. */
@@ -159,7 +179,11 @@ export class Form {
   constructor(host, fields, changed) {
     this.controls = new Map();
     for (const field of fields) {
-      const control = new KINDS[field.kind](field, (_, settled) => changed(settled));
+      const control = new KINDS[field.kind](field, (settled) => {
+        this.forgive();
+        changed(settled);
+      });
+      control.form = this;
       this.controls.set(field.name, control);
       host.append(control.element);
     }
@@ -175,15 +199,20 @@ export class Form {
 
   /** Sets some values; all others keep theirs, or take their default with `reset`. */
   set(values, reset = false) {
+    this.forgive();
     for (const [name, control] of this.controls) {
       if (Object.hasOwn(values, name)) control.set(values[name]);
       else if (reset) control.set(control.field.default);
     }
   }
 
-  /** True where there is such a field to show the message at. */
+  forgive() {
+    for (const control of this.controls.values()) if (control.refused) control.complain("");
+  }
+
+  /** Shows why the server refused; true where there is such a field to show it at. */
   complain(name, text) {
-    this.controls.get(name)?.complain(text);
+    this.controls.get(name)?.complain(text, true);
     this.controls.get(name)?.element.scrollIntoView({ block: "nearest" });
     return this.controls.has(name);
   }
