@@ -1,0 +1,91 @@
+"""How much is simulated for a question at each stage, so that a stage takes about as long for every question.
+
+Stage 0 is a preview within a fraction of a second, mostly from the SDE. Stage 1 has few networks, stage 2 many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shaped.explore.fields import Question, round_up
+
+STAGES = (0, 1, 2)
+LAYER = 1.5e-3
+"""Seconds that a block of a network takes, whatever its size: the overhead of some hundred small operations."""
+NORMAL = 12e-9
+"""Seconds for one of the m·n normals of a sample's feed-forward layer."""
+PREVIEW_STEPS, PREVIEW_PATHS, PREVIEW_BLOCKS = 20, 64, 6
+LONGEST_STEP, MOST_STEPS = 0.01, 512
+FRAMES = 32
+"""Layers that are recorded, about."""
+PREVIEW_WIDTH = 8
+"""Of the small network whose gradients stand for those of the large one; its depth over width is the same."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Numbers of samples for one question at one stage."""
+
+    question: Question
+    stage: int
+
+    def count(self, seconds: float, least: int, most: int, cost: float = 1.0) -> int:
+        """The power of two of samples that about so many seconds are enough for; `cost` is that of a layer over a plain forward pass."""
+        asked = self.question
+        left = seconds - cost * LAYER * asked.depth
+        fits = left / (cost * NORMAL * asked.depth * asked.tokens * (asked.width + asked.tokens**2))
+        return max(least, min(most, 2 ** max(0, int(fits).bit_length() - 1)))
+
+    @property
+    def steps(self) -> int:
+        """Of the SDE."""
+        usual = max(PREVIEW_STEPS, min(MOST_STEPS, round_up(self.question.time / LONGEST_STEP)))
+        return PREVIEW_STEPS if self.stage == 0 else usual
+
+    @property
+    def paths(self) -> int:
+        """Of the SDE."""
+        large = max(1, self.question.tokens * self.steps * self.question.heads // 512)
+        return max(16, (PREVIEW_PATHS, 256, 2048)[self.stage] // large)
+
+    @property
+    def record(self) -> int:
+        """Every how many layers a network is recorded."""
+        return max(1, round_up(self.question.depth / FRAMES))
+
+    @property
+    def record_steps(self) -> int:
+        """Every how many steps the SDE is recorded."""
+        return max(1, round_up(self.steps / FRAMES))
+
+    @property
+    def networks(self) -> int:
+        """Held against the SDE."""
+        return self.count(0.5, 16, 64) if self.stage < 2 else self.count(2.5, 16, 1024)
+
+    @property
+    def compared(self) -> int:
+        """Of each kind of block. LayerNorm has to make the tokens, so a layer costs more."""
+        return self.count(0.5, 4, 16, 2.0) if self.stage < 2 else self.count(1.5, 4, 64, 2.0)
+
+    @property
+    def differentiated(self) -> int:
+        """Networks whose gradients are drawn."""
+        return (4, self.count(1.0, 4, 8, 4.0), self.count(3.0, 4, 64, 4.0))[self.stage]
+
+    @property
+    def compared_differentiated(self) -> int:
+        return 2 if self.stage < 2 else self.count(1.5, 2, 16, 4.0)
+
+    def shrink(self) -> tuple[int, int]:
+        """Width and depth of a small network with about the same depth over width."""
+        asked = self.question
+        heads = asked.heads
+        least = heads * round_up(max(PREVIEW_WIDTH, asked.tokens) / heads)
+        width = min(asked.width, max(least, heads * round_up(PREVIEW_BLOCKS / asked.time / heads)))
+        return width, max(1, min(asked.depth, 2 * PREVIEW_BLOCKS, round(width * asked.time)))
+
+    @property
+    def cell(self) -> int:
+        """Samples of a cell of the map; by the SDE at stage 0."""
+        return (8, self.count(0.15, 4, 16), self.count(0.3, 4, 32))[self.stage]
