@@ -36,6 +36,15 @@ function findRange(values, positive) {
   return low <= high ? [low, high] : positive ? [0.1, 1] : [0, 1];
 }
 
+/** The values, and those of the others that make their range at most half as long again. */
+export function withNear(values, others, axis) {
+  const log = axis.scale === "log";
+  const place = log ? Math.log : (value) => value;
+  const [low, high] = findRange(values, log).map(place);
+  const room = 0.5 * (high - low);
+  return [...values, ...others.filter((each) => (!log || each > 0) && place(each) >= low - room && place(each) <= high + room)];
+}
+
 /** Maps values to pixels from `start` to `end`; ends that the axis does not give follow from the values, with room to spare. */
 export function makeScale(axis, values, start, end) {
   const log = axis.scale === "log";

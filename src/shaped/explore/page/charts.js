@@ -1,6 +1,6 @@
 // Draws a chart of the server as SVG. It knows scales, series and roles, and nothing of what they mean.
 
-import { makeScale, makeTicks, measureText } from "./axes.js";
+import { makeScale, makeTicks, measureText, withNear } from "./axes.js";
 import { drawColourBar, drawSeries, drawSwatch, listValues } from "./marks.js";
 import { add } from "./svg.js";
 
@@ -9,21 +9,40 @@ const LETTERS = 11; // pixels
 const UNDER = ["cells", "band", "steps", "paths", "line", "rule", "point"]; // from the bottom to the top
 let count = 0;
 
-/** Rows of entries that fit into the width; rules carry their name themselves, and cells have a bar. */
-function layOutLegend(chart, width) {
-  const entries = chart.series.filter((series) => series.kind !== "rule" && series.kind !== "cells" && series.name);
+/** One entry a role: a line, its band and its paths share it, under the line's name up to the first comma. */
+function listEntries(chart) {
+  const entries = [];
+  for (const series of chart.series) {
+    if (series.kind === "rule" || series.kind === "cells" || !series.name) continue; // a rule carries its name, cells have a bar
+    const shared = entries.find(({ role, kinds }) => role === series.role && !kinds.has(series.kind) && series.kind !== "point");
+    const entry = shared ?? { role: series.role, kinds: new Map(), name: series.name };
+    entry.kinds.set(series.kind, series);
+    const [leading] = ["line", "steps", "band", "paths"].filter((kind) => entry.kinds.has(kind));
+    if (shared) entry.name = entry.kinds.get(leading).name.split(", ")[0];
+    else entries.push(entry);
+  }
   const cells = chart.series.find((series) => series.kind === "cells" && series.outlined?.flat().some(Boolean));
-  if (cells) entries.push({ kind: "outline", name: cells.outline ?? "outlined" });
+  if (cells) entries.push({ name: cells.outline ?? "outlined", kinds: new Map([["outline", cells]]) });
+  // "a, median" and "b, median" are "a" and "b": what all have in common tells nothing apart.
+  const alone = entries.filter(({ kinds }) => kinds.size === 1);
+  const ending = alone[0]?.name.match(/, .*/)?.[0];
+  if (entries.length > 1 && ending && alone.every(({ name }) => name.endsWith(ending))) {
+    for (const entry of alone) entry.name = entry.name.slice(0, -ending.length);
+  }
+  return entries;
+}
+
+/** Rows of entries that fit into the width. */
+function layOutLegend(chart, width) {
   const rows = [];
   let left = Infinity;
-  for (const series of entries) {
-    const name = series.name;
-    const taken = 20 + measureText(name, LETTERS) + 12;
+  for (const entry of listEntries(chart)) {
+    const taken = 20 + measureText(entry.name, LETTERS) + 12;
     if (left + taken - 12 > width) {
       rows.push([]);
       left = 0;
     }
-    rows.at(-1).push({ series, name, left });
+    rows.at(-1).push({ ...entry, left });
     left += taken;
   }
   return rows;
@@ -56,19 +75,20 @@ export function drawChart(chart, width, height) {
   const cells = chart.series.find((series) => series.kind === "cells");
   const top = legend.length * ROW + 22;
   const bottom = height - 32 - (cells ? 40 : 0);
-  const ys = chart.series.flatMap((series) => listValues(series, "y"));
-  const xs = chart.series.flatMap((series) => listValues(series, "x"));
-  const y = makeScale(chart.y, ys, bottom, top);
+  const [xs, ys] = ["x", "y"].map((axis) => chart.series.flatMap((series) => listValues(series, axis)));
+  const rules = ["x", "y"].map((axis) => chart.series.flatMap((series) => (series.kind === "rule" && axis in series ? [series[axis]] : [])));
+  const y = makeScale(chart.y, withNear(ys, rules[1], chart.y), bottom, top);
   const widest = Math.max(...makeTicks(y, () => 11, 7).ticks.map(({ label }) => measureText(label, LETTERS)));
-  const rough = makeScale(chart.x, xs, 0, 1);
+  const widths = withNear(xs, rules[0], chart.x);
+  const rough = makeScale(chart.x, widths, 0, 1);
   const last = makeTicks(rough, () => 0, 0).ticks.at(-1)?.label ?? "";
-  const x = makeScale(chart.x, xs, Math.ceil(widest) + 9, width - Math.max(6, Math.ceil(measureText(last, LETTERS) / 2) + 2));
+  const x = makeScale(chart.x, widths, Math.ceil(widest) + 9, width - Math.max(6, Math.ceil(measureText(last, LETTERS) / 2) + 2));
 
   const clip = `clip-${(count += 1)}`;
-  add(add(svg, "clipPath", { id: clip }), "rect", { x: x.start, y: y.end, width: x.end - x.start, height: y.start - y.end });
+  add(add(svg, "clipPath", { id: clip }), "rect", { x: x.start, y: y.end - 2, width: x.end - x.start + 2, height: y.start - y.end + 4 });
   legend.forEach((row, index) =>
-    row.forEach(({ series, name, left }) => {
-      drawSwatch(svg, series, left, index * ROW + 7);
+    row.forEach(({ kinds, name, left }) => {
+      for (const [kind, series] of kinds) drawSwatch(svg, kind, series.role, left, index * ROW + 7);
       add(svg, "text", { x: left + 20, y: index * ROW + 11, class: "legend" }, name);
     }),
   );

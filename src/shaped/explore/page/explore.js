@@ -203,7 +203,6 @@ async function start() {
   try {
     const { fields } = await getJson("fields");
     form = new Form(find("fields"), fields, change);
-    followTips(find("tip"), find("fields"));
     history.replaceState(null, "", location.hash || `#${new URLSearchParams(form.values)}`);
     restore();
   } catch (error) {
@@ -213,4 +212,5 @@ async function start() {
 }
 
 connectButtons();
+followTips(find("tip"), document.body);
 start();

@@ -17,9 +17,7 @@ export function listValues(series, axis) {
       return axis === "x" ? series.edges : [0, ...series.heights];
     case "cells":
       return axis === "x" ? series.x_edges : series.y_edges;
-    case "rule":
-      return series[axis] === undefined ? [] : [series[axis]];
-    default:
+    default: // a rule stretches an axis only where it is near
       return [];
   }
 }
@@ -70,17 +68,20 @@ function drawSteps(layer, series, { x, y }) {
 
 function drawRule(layer, series, { x, y }, labels) {
   const across = series.y !== undefined;
-  const scale = across ? y : x;
-  const at = scale(across ? series.y : series.x);
-  if (!scale.accepts(across ? series.y : series.x) || at < Math.min(scale.start, scale.end) - 0.5 || at > Math.max(scale.start, scale.end) + 0.5) return;
+  const [scale, value] = across ? [y, series.y] : [x, series.x];
+  if (!scale.accepts(value)) return;
+  const beyond = value > scale.high ? 1 : value < scale.low ? -1 : 0;
+  const at = beyond ? (beyond > 0 ? scale.end : scale.start) : scale(value);
+  const arrow = across ? { 1: "↑ ", "-1": "↓ " } : { 1: "→ ", "-1": "← " };
+  const text = beyond ? `${arrow[beyond]}${series.name}: ${formatNumber(value)}` : series.name;
   const ends = across ? { x1: x.start, x2: x.end, y1: at, y2: at } : { x1: at, x2: at, y1: y.start, y2: y.end };
-  add(layer, "line", { ...ends, class: `rule ${nameRole(series.role)}` });
+  if (!beyond) add(layer, "line", { ...ends, class: `rule ${nameRole(series.role)}` });
   if (across) {
     const above = at - y.end > 14;
-    add(labels, "text", { x: x.end - 3, y: above ? at - 4 : at + 11, class: "rule-label end" }, series.name);
+    add(labels, "text", { x: x.end - 3, y: above ? at - 4 : at + 11, class: "rule-label end" }, text);
   } else {
-    const right = x.end - at > measureText(series.name, 10) + 8;
-    add(labels, "text", { x: right ? at + 4 : at - 4, y: y.end + 10, class: right ? "rule-label" : "rule-label end" }, series.name);
+    const right = x.end - at > measureText(text, 10) + 8;
+    add(labels, "text", { x: right ? at + 4 : at - 4, y: y.end + 10, class: right ? "rule-label" : "rule-label end" }, text);
   }
 }
 
@@ -137,13 +138,13 @@ export function drawSeries(layer, series, scales, labels) {
   }
 }
 
-/** The sign of a series in the legend. */
-export function drawSwatch(layer, series, x, y) {
-  const role = nameRole(series.role);
-  if (series.kind === "band" || series.kind === "steps") add(layer, "rect", { x, y: y - 4, width: 16, height: 8, class: `${series.kind} ${role}` });
-  else if (series.kind === "point") add(layer, "circle", { cx: x + 8, cy: y, r: 4.5, class: `point ${role}` });
-  else if (series.kind === "outline") add(layer, "rect", { x: x + 1, y: y - 4.5, width: 14, height: 9, class: "outline" });
-  else add(layer, "path", { d: series.kind === "paths" ? `M${x} ${y - 2.5}h16M${x} ${y + 2.5}h16` : `M${x} ${y}h16`, class: `${series.kind} ${role}` });
+/** The sign of a series in the legend; those of a line and its band lie on each other. */
+export function drawSwatch(layer, kind, role, x, y) {
+  const names = `${kind} ${nameRole(role)}`;
+  if (kind === "band" || kind === "steps") add(layer, "rect", { x, y: y - 4, width: 16, height: 8, class: names });
+  else if (kind === "point") add(layer, "circle", { cx: x + 8, cy: y, r: 4.5, class: names });
+  else if (kind === "outline") add(layer, "rect", { x: x + 1, y: y - 4.5, width: 14, height: 9, class: "outline" });
+  else add(layer, "path", { d: kind === "paths" ? `M${x} ${y - 2.5}h16M${x} ${y + 2.5}h16` : `M${x} ${y}h16`, class: names });
 }
 
 const BAR_TICKS = [0, 0.01, 0.1, 0.25, 0.5, 1];

@@ -22,6 +22,7 @@ class Panel {
     this.pick = pick;
     this.line = null;
     this.heading = make("h3", {}, title);
+    this.about = make("button", { type: "button", class: "help", "aria-label": "What is seen here?", hidden: "" }, "?");
     this.mark = make("p", { class: "mark" });
     this.picture = make("div", { class: "picture", tabindex: "0", role: "group" });
     this.trouble = make("p", { class: "trouble" });
@@ -30,7 +31,7 @@ class Panel {
     this.copy = make("button", { type: "button" }, "Copy numbers");
     this.tables = make("div", { class: "tables", tabindex: "0", role: "region" });
     this.details = make("details", {}, make("summary", {}, "Numbers"), this.copy, this.tables);
-    this.element = make("article", { class: "panel waiting", id: `panel-${id}` }, make("header", {}, this.heading, this.mark), this.picture);
+    this.element = make("article", { class: "panel waiting", id: `panel-${id}` }, make("header", {}, make("div", { class: "name" }, this.heading, this.about), this.mark), this.picture);
     this.element.append(this.trouble, this.notes, make("div", { class: "tools" }, this.details, this.save));
     this.save.addEventListener("click", () => download(`shaped-${this.id}.svg`, writeSvg(this.drawn.svg, this.line.chart.title), "image/svg+xml"));
     this.copy.addEventListener("click", () => copyFrom(this.copy, writeTabs(this.line.chart)));
@@ -78,7 +79,9 @@ class Panel {
     this.tables.setAttribute("aria-label", `${chart.title}: numbers`);
     this.reader = attachReadout(this.picture, chart, this.drawn, this.pick);
     if (place) this.reader.standAt(place);
-    this.notes.replaceChildren(...[chart.about, ...(chart.notes ?? [])].filter(Boolean).map((note) => make("li", {}, note)));
+    this.about.dataset.tip = chart.about;
+    this.about.hidden = !chart.about;
+    this.notes.replaceChildren(...(chart.notes ?? []).map((note) => make("li", {}, note)));
   }
 
   fillTables() {
