@@ -10,9 +10,8 @@ from typing import Any
 
 from shaped.explore.code import write_command, write_python
 from shaped.explore.fields import Question
-from shaped.explore.plan import STAGES
 from shaped.explore.pool import Pool, WorkerLost
-from shaped.explore.units import UNITS
+from shaped.explore.units import STAGES
 
 Line = dict[str, Any]
 END = object()
@@ -22,7 +21,7 @@ async def answer(pool: Pool, asked: Question) -> AsyncIterator[Line]:
     """The lines in order. Units of one stage are computed side by side; the next stage begins when all have ended."""
     began = time.perf_counter()
     yield {"kind": "question", "values": asked.values, "python": write_python(asked), "command": write_command(asked)}
-    for stage in STAGES:
+    for stage in range(len(STAGES)):
         async with aclosing(run_stage(pool, asked, stage)) as lines:
             async for line in lines:
                 yield line
@@ -44,7 +43,7 @@ async def run_stage(pool: Pool, asked: Question, stage: int) -> AsyncIterator[Li
         finally:
             queue.put_nowait(END)
 
-    tasks = [asyncio.create_task(run(unit)) for unit in UNITS]
+    tasks = [asyncio.create_task(run(unit)) for unit in STAGES[stage]]
     try:
         left = len(tasks)
         while left:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from shaped.explore.fields import Question
-from shaped.explore.plan import STAGES, Plan
+from shaped.explore.plan import LAST, Plan
 
 
 def write_python(asked: Question) -> str:
     """A program whose numbers are those of the page's last stage."""
-    plan = Plan(asked, STAGES[-1])
+    plan = Plan(asked, LAST)
     mask = "" if asked.mask == "none" else f", mask={asked.mask!r}"
     attention = f"tau0={asked.tau0!r}" + (f", heads={asked.heads}, project=True" if asked.project else "") + mask
     attention += ", qk_norm=True" if asked.qk_norm else ""
@@ -44,7 +44,7 @@ print("gradient at the first layer over that at the last:", (gradients.tokens[0]
 
 def write_command(asked: Question) -> str:
     """The SDE of what is shown, from the command line."""
-    plan = Plan(asked, STAGES[-1])
+    plan = Plan(asked, LAST)
     options = [
         f"--width {asked.width} --depth {asked.depth} --tokens {asked.tokens}",
         f"--gamma {asked.gamma!r} --tau0 {asked.tau0!r} --c-plus {asked.c_plus!r} --c-minus {asked.c_minus!r} --rho {asked.rho!r}",

@@ -65,7 +65,7 @@ FIELDS = (
     Field("tau0", "τ₀", "tau0", "real", 1.0, "Temperature of shaped attention; the logits are divided by τ₀√(n·n_k).", 0.05, 20.0, "log"),
     Field("c_plus", "c₊", "c_plus", "real", 0.0, "Shaped ReLU: its positive slope is 1 + c₊/√n.", -5.0, 5.0, step=0.1),
     Field("c_minus", "c₋", "c_minus", "real", -1.0, "Shaped ReLU: its negative slope is 1 + c₋/√n.", -5.0, 5.0, step=0.1),
-    Field("heads", "H", "heads", "whole", 1, "Attention heads, a divisor of the width; with several, an output projection mixes them.", 1, 64, "log"),
+    Field("heads", "H", "heads", "whole", 1, "Attention heads, a divisor of the width; an output projection mixes several.", 1, 64, "log"),
     Field("mask", "", "mask", "choice", "none", "Which tokens a token sees: all, or none after it.", choices=("none", "causal")),
     Field("qk_norm", "", "QK-norm", "switch", False, "Divide queries and keys by their root mean square."),
     Field("rho", "ρ₀", "start", "real", 0.2, "Correlation of each pair of tokens at the start.", 0.0, 0.99, step=0.01),

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from shaped.explore.fields import Question, round_up
 
-STAGES = (0, 1, 2)
+LAST = 2
 LAYER = 1.5e-3
 """Seconds that a block of a network takes, whatever its size: the overhead of some hundred small operations."""
 NORMAL = 12e-9
 """Seconds for one of the m·n normals of a sample's feed-forward layer."""
-PREVIEW_STEPS, PREVIEW_PATHS, PREVIEW_BLOCKS = 20, 64, 6
+PREVIEW_STEPS, PREVIEW_PATHS, PREVIEW_BLOCKS = 12, 48, 4
 LONGEST_STEP, MOST_STEPS = 0.01, 512
 FRAMES = 32
 """Layers that are recorded, about."""
@@ -66,16 +66,27 @@ class Plan:
     @property
     def compared(self) -> int:
         """Of each kind of block. LayerNorm has to make the tokens, so a layer costs more."""
-        return self.count(0.5, 4, 16, 2.0) if self.stage < 2 else self.count(1.5, 4, 64, 2.0)
+        return self.count(0.5, 4, 8, 2.0) if self.stage < 2 else self.count(1.5, 4, 32, 2.0)
 
     @property
     def differentiated(self) -> int:
         """Networks whose gradients are drawn."""
-        return (4, self.count(1.0, 4, 8, 4.0), self.count(3.0, 4, 64, 4.0))[self.stage]
+        return (4, self.count(0.5, 4, 8, 4.0), self.count(2.0, 4, 64, 4.0))[self.stage]
 
     @property
     def compared_differentiated(self) -> int:
-        return 2 if self.stage < 2 else self.count(1.5, 2, 16, 4.0)
+        """The same for each of the other blocks, at stage 1: the number of layers takes the time, not that of networks."""
+        return self.count(0.5, 4, 8, 4.0)
+
+    @property
+    def cell(self) -> int:
+        """Samples of a cell of the map: paths of the SDE at stage 0, then networks."""
+        return 8 if self.stage == 0 else self.count(0.3, 4, 8)
+
+    @property
+    def proof(self) -> int:
+        """The most networks of a cell that may be simulated to prove that it is safe."""
+        return self.count(4.0, 0, 4096)
 
     def shrink(self) -> tuple[int, int]:
         """Width and depth of a small network with about the same depth over width."""
@@ -84,8 +95,3 @@ class Plan:
         least = heads * round_up(max(PREVIEW_WIDTH, asked.tokens) / heads)
         width = min(asked.width, max(least, heads * round_up(PREVIEW_BLOCKS / asked.time / heads)))
         return width, max(1, min(asked.depth, 2 * PREVIEW_BLOCKS, round(width * asked.time)))
-
-    @property
-    def cell(self) -> int:
-        """Samples of a cell of the map; by the SDE at stage 0."""
-        return (8, self.count(0.15, 4, 16), self.count(0.3, 4, 32))[self.stage]

@@ -6,8 +6,10 @@ PANELS = ("paths", "density", "eigenvalue", "map", "gradients", "entropy", "bloc
 """In the order of the page."""
 UNITS: dict[str, tuple[str, ...]] = {
     "laws": ("paths", "density", "eigenvalue", "entropy"),
-    "gradients": ("gradients",),
+    "blocks": ("blocks", "blocks_length", "blocks_entropy"),
+    "gradients": ("gradients", "blocks_gradients"),
     "map": ("map",),
-    "blocks": ("blocks", "blocks_length", "blocks_entropy", "blocks_gradients"),
 }
-"""Cheap ones first."""
+"""In the order in which they get a worker."""
+STAGES: tuple[tuple[str, ...], ...] = (tuple(UNITS), tuple(UNITS), ("laws", "blocks", "gradients"))
+"""The units of each stage. The map goes on to stage 2 by itself: its proofs need what stage 1 found."""

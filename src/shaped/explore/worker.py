@@ -84,19 +84,20 @@ class Worker:
 
     def answer(self, job: Job) -> None:
         plan = Plan(Question(**job["values"]), job["stage"])
-        left, began = list(UNITS[job["unit"]]), time.perf_counter()
+        told, began = set[str](), time.perf_counter()
 
-        def tell(panel: str, **found: Any) -> None:
-            left.remove(panel)
-            line = {"kind": "panel", "panel": panel, "stage": job["stage"]} | found
+        def tell(panel: str, stage: int | None, **found: Any) -> None:
+            told.add(panel)
+            line = {"kind": "panel", "panel": panel, "stage": job["stage"] if stage is None else stage} | found
             self.say({"job": job["job"], "line": line})
 
         try:
-            for panel, samples, chart in ANSWERS[job["unit"]](plan, self.breathe):
-                tell(panel, samples=samples, seconds=round(time.perf_counter() - began, 3), chart=chart)
+            for panel, samples, chart, stage in ANSWERS[job["unit"]](plan, self.breathe):
+                tell(panel, stage, samples=samples, seconds=round(time.perf_counter() - began, 3), chart=chart)
         except (ValueError, ArithmeticError, MemoryError) as error:
-            for panel in list(left):
-                tell(panel, error=" ".join(str(error).split()))
+            for panel in UNITS[job["unit"]]:
+                if panel not in told:
+                    tell(panel, None, error=" ".join(str(error).split()))
         except Exception as error:
             self.say({"job": job["job"], "line": {"kind": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}})
 

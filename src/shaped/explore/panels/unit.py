@@ -15,3 +15,5 @@ class Found(NamedTuple):
     panel: str
     samples: int
     chart: Chart
+    stage: int | None = None
+    """Where it is not the stage that was asked for."""
