@@ -21,12 +21,12 @@ class WorkerLost(RuntimeError):
 class Worker:
     """One process. It computes one unit at a time, and in the middle of it one of stage 0."""
 
-    def __init__(self, tell_lost: Callable[[Worker], None]):
+    def __init__(self, tell_ready: Callable[[], None], tell_lost: Callable[[Worker], None]):
         self.stages: dict[int, int] = {}
         """The stage of each unit under way, by number."""
         self.queues: dict[int, asyncio.Queue[Message]] = {}
-        self.ready = False
-        self._tell_lost = tell_lost
+        self.ready = asyncio.Event()
+        self._tell_ready, self._tell_lost = tell_ready, tell_lost
 
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
@@ -45,7 +45,8 @@ class Worker:
         async for text in self.process.stdout:
             message = json.loads(text)
             if "ready" in message:
-                self.ready = True
+                self.ready.set()
+                self._tell_ready()
             elif message["job"] in self.queues:
                 self.queues[message["job"]].put_nowait(message)
         self._tell_lost(self)
@@ -58,7 +59,7 @@ class Worker:
 
     def is_free(self, stage: int) -> bool:
         """May it have a unit of this stage? One of stage 0 interrupts a finer one."""
-        return not self.stages or (stage == 0 and 0 not in self.stages.values())
+        return self.ready.is_set() and (not self.stages or (stage == 0 and 0 not in self.stages.values()))
 
     async def stop(self) -> None:
         with suppress(ProcessLookupError):
@@ -75,15 +76,23 @@ class Pool:
         self._workers: list[Worker] = []
         self._waiting: dict[tuple[int, int], asyncio.Future[Worker]] = {}
         """By stage and number."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
 
     async def start(self) -> None:
-        for _ in range(self._count):
+        """Starts the first worker. The others start when it is ready: side by side all of them would be ready later."""
+        first = await self._add_worker()
+        self._start_task(self._add_others(first))
+
+    async def _add_others(self, first: Worker) -> None:
+        await first.ready.wait()
+        for _ in range(self._count - 1):
             await self._add_worker()
 
     async def stop(self) -> None:
         self._stopping = True
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
     @property
@@ -153,18 +162,18 @@ class Pool:
         if self._stopping:
             return
         self._workers.remove(worker)
-        if worker.ready:
+        if worker.ready.is_set():
             self._start_task(self._add_worker())
         elif not self._workers:
             for future in self._waiting.values():
                 future.set_exception(WorkerLost("the process that computes does not start: see the terminal of shaped explore"))
             self._waiting.clear()
 
-    async def _add_worker(self) -> None:
-        worker = Worker(self._lost)
+    async def _add_worker(self) -> Worker:
+        worker = Worker(self._dispatch, self._lost)
         await worker.start()
         self._workers.append(worker)
-        self._dispatch()
+        return worker
 
     def _start_task(self, work: Any) -> None:
         task = asyncio.create_task(work)

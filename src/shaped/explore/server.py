@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shaped.explore.answer import answer
 from shaped.explore.fields import Question, Refused, describe_fields, parse_question
-from shaped.explore.pool import Pool
+from shaped.explore.pool import Pool, WorkerLost
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".png": "image/png"}
@@ -128,6 +128,22 @@ class Explorer:
             return refuse(400, str(error), field=error.name)
         return Lines(self.count(asked))
 
+    async def read_config(self, request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_BODY:
+                return refuse(413, f"a config must have at most {LARGEST_BODY} bytes")
+        try:
+            text = body.decode()
+            async with aclosing(self.pool.run("config", 0, {"text": text})) as lines:
+                found = [line async for line in lines]
+        except UnicodeDecodeError:
+            return refuse(400, "a config must be text in UTF-8")
+        except WorkerLost as error:
+            return refuse(500, str(error))
+        return JSONResponse(found[0], 400 if "error" in found[0] else 200)
+
     async def count(self, asked: Question) -> AsyncIterator[dict[str, Any]]:
         self.running += 1
         finished = False
@@ -171,6 +187,7 @@ def make_app(port: int, workers: int) -> ASGIApp:
         Route("/", explorer.show_file),
         Route("/fields", explorer.show_fields),
         Route("/answer", explorer.show_answer),
+        Route("/config", explorer.read_config, methods=["POST"]),
         Route("/state", explorer.show_state),
         Route("/{name}", explorer.show_file),
     ]

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
-from shaped.explore.charts import Chart
+from shaped.explore.config import read_values
 from shaped.explore.fields import Question
 from shaped.explore.panels import ANSWERS
 from shaped.explore.plan import Plan
@@ -36,7 +36,7 @@ class Worker:
         self._arrived = threading.Condition()
         self._cancelled: set[int] = set()
         self._under_way: list[Job] = []
-        self._closed = False
+        self._warm = False
 
     def read(self) -> None:
         """Runs in a thread of its own."""
@@ -83,6 +83,11 @@ class Worker:
             self.say({"job": job["job"], "ended": True})
 
     def answer(self, job: Job) -> None:
+        if job["unit"] == "config":
+            self.say({"job": job["job"], "line": read_values(job["values"]["text"])})
+            return
+        if job["stage"] and not self._warm:
+            self._warm = warm_up()
         plan = Plan(Question(**job["values"]), job["stage"])
         told, began = set[str](), time.perf_counter()
 
@@ -101,9 +106,16 @@ class Worker:
         except Exception as error:
             self.say({"job": job["job"], "line": {"kind": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}})
 
-    def say(self, message: dict[str, Any] | Chart) -> None:
+    def say(self, message: dict[str, Any]) -> None:
         self._out.write(json.dumps(message, allow_nan=False, separators=(",", ":")) + "\n")
         self._out.flush()
+
+
+def warm_up() -> bool:
+    """Loads what torch loads at the first backward pass, which takes a second: after the first preview, not before a later one."""
+    x = torch.ones(1, requires_grad=True)
+    torch.autograd.grad(2.0 * x, x, torch.ones(1))
+    return True
 
 
 def main() -> None:
