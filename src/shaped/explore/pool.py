@@ -141,6 +141,8 @@ class Pool:
         """Gives free workers to the units that are first in turn."""
         for place in sorted(self._waiting):
             stage, number = place
+            if self._waiting[place].done():  # cancelled in this moment; its task takes it off
+                continue
             free = [worker for worker in self._workers if worker.is_free(stage)]
             if not free:
                 return

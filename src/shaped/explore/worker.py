@@ -34,6 +34,7 @@ class Worker:
         self._lines, self._out = lines, out
         self._waiting: deque[Job] = deque()
         self._arrived = threading.Condition()
+        self._unfinished: set[int] = set()
         self._cancelled: set[int] = set()
         self._under_way: list[Job] = []
         self._warm = False
@@ -44,8 +45,9 @@ class Worker:
             message = json.loads(text)
             with self._arrived:
                 if "cancel" in message:
-                    self._cancelled.add(message["cancel"])
+                    self._cancelled |= {message["cancel"]} & self._unfinished
                 else:
+                    self._unfinished.add(message["job"])
                     self._waiting.append(message)
                 self._arrived.notify()
         os._exit(0)  # the server is gone
@@ -79,7 +81,9 @@ class Worker:
             pass
         finally:
             self._under_way.pop()
-            self._cancelled.discard(job["job"])
+            with self._arrived:
+                self._unfinished.remove(job["job"])
+                self._cancelled.discard(job["job"])
             self.say({"job": job["job"], "ended": True})
 
     def answer(self, job: Job) -> None:
