@@ -51,10 +51,7 @@ def open_socket(port: int) -> socket.socket:
 
 
 def serve(listening: socket.socket, port: int) -> None:
-    import uvicorn
-
-    from shaped.explore.server import make_app
+    from shaped.explore.server import Server
 
     workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    config = uvicorn.Config(make_app(port, workers), log_level="warning", lifespan="on", timeout_graceful_shutdown=1, server_header=False)
-    uvicorn.Server(config).run(sockets=[listening])
+    Server(port, workers).run(sockets=[listening])

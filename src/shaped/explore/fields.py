@@ -34,6 +34,8 @@ class Field:
     scale: str = "linear"
     step: float | None = None
     choices: tuple[str, ...] = field(default=())
+    multiple_of: str | None = None
+    divides: str | None = None
 
     def parse(self, text: str) -> Any:
         """The value that a text stands for, if it is within the bounds."""
@@ -58,14 +60,14 @@ class Field:
 
 
 FIELDS = (
-    Field("width", "n", "width", "whole", 200, "Features of a token, 8 to 4096.", 8, 4096, "log"),
+    Field("width", "n", "width", "whole", 200, "Features of a token, 8 to 4096.", 8, 4096, "log", multiple_of="heads"),
     Field("depth", "d", "depth", "whole", 150, "Blocks, 1 to 512, and at most 8 times the width.", 1, 512, "log"),
-    Field("tokens", "m", "tokens", "whole", 4, "Tokens of a sequence, 2 to 32, and at most the width.", 2, 32, "log"),
+    Field("tokens", "m", "tokens", "whole", 4, "Tokens of a sequence, 2 to 32; tokens times width times depth is at most 16777216.", 2, 32, "log"),
     Field("gamma", "γ", "gamma", "real", 8**-0.5, "Weight of the residual branches; the shortcut has √(1 − γ²).", 0.01, 1.0, "log"),
     Field("tau0", "τ₀", "tau0", "real", 1.0, "Temperature of shaped attention; the logits are divided by τ₀√(n·n_k).", 0.05, 20.0, "log"),
     Field("c_plus", "c₊", "c_plus", "real", 0.0, "Shaped ReLU: its positive slope is 1 + c₊/√n.", -5.0, 5.0, step=0.1),
     Field("c_minus", "c₋", "c_minus", "real", -1.0, "Shaped ReLU: its negative slope is 1 + c₋/√n.", -5.0, 5.0, step=0.1),
-    Field("heads", "H", "heads", "whole", 1, "Attention heads, a divisor of the width; an output projection mixes several.", 1, 64, "log"),
+    Field("heads", "H", "heads", "whole", 1, "Attention heads, 1 to 64, a divisor of the width; at most 2048 in all layers.", 1, 64, "log", divides="width"),
     Field("mask", "", "mask", "choice", "none", "Which tokens a token sees: all, or none after it.", choices=("none", "causal")),
     Field("qk_norm", "", "QK-norm", "switch", False, "Divide queries and keys by their root mean square."),
     Field("rho", "ρ₀", "start", "real", 0.2, "Correlation of each pair of tokens at the start.", 0.0, 0.99, step=0.01),
@@ -73,6 +75,10 @@ FIELDS = (
 )  # fmt: skip
 MOST_TIME = 8.0
 """Depth over width. Later, shaped networks of every gamma on the map have exploded or aligned, and the SDE takes thousands of steps."""
+MOST_FEATURES = 2**24
+"""Of all tokens in all layers. A network with so many takes a fifth of a second."""
+MOST_HEADS = 2048
+"""Over all layers. Heads are drawn one after another, so they take the time that many layers do."""
 
 
 def shorten(text: str) -> str:
@@ -102,6 +108,12 @@ class Question:
             raise Refused("width", f"width must be at least {self.tokens}, the number of tokens, got {self.width}")
         if self.width % self.heads:
             raise Refused("heads", f"heads must divide the width {self.width}, got {self.heads}")
+        if self.tokens * self.width * self.depth > MOST_FEATURES:
+            most = MOST_FEATURES // (self.width * self.depth)
+            raise Refused("tokens", f"tokens must be at most {most} at width {self.width} and depth {self.depth}, got {self.tokens}")
+        if self.heads * self.depth > MOST_HEADS:
+            most = MOST_HEADS // self.depth
+            raise Refused("heads", f"heads must be at most {most} at depth {self.depth}: {MOST_HEADS} in all layers, got {self.heads}")
         if self.depth > MOST_TIME * self.width:
             raise Refused("depth", f"depth must be at most {MOST_TIME:g} times the width {self.width}, got {self.depth}")
 
@@ -131,7 +143,12 @@ def parse_question(given: Mapping[str, str]) -> Question:
 
 def describe_fields() -> list[dict[str, Any]]:
     """For the page."""
-    return [asdict(field) | {"choices": list(field.choices)} for field in FIELDS]
+    optional = ("multiple_of", "divides")
+    return [
+        {name: value for name, value in asdict(field).items() if name not in optional or value is not None}
+        | {"choices": list(field.choices)}
+        for field in FIELDS
+    ]
 
 
 def round_up(value: float) -> int:

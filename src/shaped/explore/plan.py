@@ -12,10 +12,14 @@ from shaped.explore.fields import Question, round_up
 LAST = 2
 LAYER = 1.5e-3
 """Seconds that a block of a network takes, whatever its size: the overhead of some hundred small operations."""
+HEADS = 4
+"""Heads, one after another, that take as long as the rest of a block."""
 NORMAL = 12e-9
 """Seconds for one of the m·n normals of a sample's feed-forward layer."""
 PREVIEW_STEPS, PREVIEW_PATHS, PREVIEW_BLOCKS = 12, 48, 4
 LONGEST_STEP, MOST_STEPS = 0.01, 512
+RESAMPLES = 100
+"""For the band of one law. More would take longer than a cancelled question may go on."""
 FRAMES = 32
 """Layers that are recorded, about."""
 PREVIEW_WIDTH = 8
@@ -32,7 +36,7 @@ class Plan:
     def count(self, seconds: float, least: int, most: int, cost: float = 1.0) -> int:
         """The power of two of samples that about so many seconds are enough for; `cost` is that of a layer over a plain forward pass."""
         asked = self.question
-        left = seconds - cost * LAYER * asked.depth
+        left = seconds - cost * LAYER * asked.depth * (1 + asked.heads / HEADS)
         fits = left / (cost * NORMAL * asked.depth * asked.tokens * (asked.width + asked.tokens**2))
         return max(least, min(most, 2 ** max(0, int(fits).bit_length() - 1)))
 
@@ -45,7 +49,7 @@ class Plan:
     @property
     def paths(self) -> int:
         """Of the SDE."""
-        large = max(1, self.question.tokens * self.steps * self.question.heads // 512)
+        large = max(1, self.question.tokens**2 * self.steps // 8192)
         return max(16, (PREVIEW_PATHS, 256, 2048)[self.stage] // large)
 
     @property
@@ -61,27 +65,27 @@ class Plan:
     @property
     def networks(self) -> int:
         """Held against the SDE."""
-        return self.count(0.5, 16, 64) if self.stage < 2 else self.count(2.5, 16, 1024)
+        return self.count(0.5, 4, 64) if self.stage < 2 else self.count(2.5, 8, 1024)
 
     @property
     def compared(self) -> int:
         """Of each kind of block. LayerNorm has to make the tokens, so a layer costs more."""
-        return self.count(0.5, 4, 8, 2.0) if self.stage < 2 else self.count(1.5, 4, 32, 2.0)
+        return self.count(0.5, 2, 8, 2.0) if self.stage < 2 else self.count(1.5, 4, 32, 2.0)
 
     @property
     def differentiated(self) -> int:
-        """Networks whose gradients are drawn."""
-        return (4, self.count(0.5, 4, 8, 4.0), self.count(2.0, 4, 64, 4.0))[self.stage]
+        """Shaped networks whose gradients are drawn."""
+        return (4, self.compared_differentiated, self.count(2.0, 2, 64, 4.0))[self.stage]
 
     @property
     def compared_differentiated(self) -> int:
-        """The same for each of the other blocks, at stage 1: the number of layers takes the time, not that of networks."""
-        return self.count(0.5, 4, 8, 4.0)
+        """Networks of each kind of block whose gradients are drawn, at stage 1. Layers take the time, so no later stage has more."""
+        return self.count(0.5, 2, 8, 4.0)
 
     @property
     def cell(self) -> int:
         """Samples of a cell of the map: paths of the SDE at stage 0, then networks."""
-        return 8 if self.stage == 0 else self.count(0.3, 4, 8)
+        return 8 if self.stage == 0 else self.count(0.3, 2, 8)
 
     @property
     def proof(self) -> int:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+COMMAND = ("-m", "shaped.explore.worker")
 LONGEST_LINE = 2**24
 Message = dict[str, Any]
 
@@ -31,8 +32,7 @@ class Worker:
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-m",
-            "shaped.explore.worker",
+            *COMMAND,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LONGEST_LINE,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -75,22 +77,24 @@ def refuse(status: int, error: str, **more: str) -> JSONResponse:
 
 
 class Lines:
-    """A response of JSON lines. It ends its work at once when the request is closed."""
+    """A response of JSON lines. It ends its work at once when the request is closed, or when the server ends."""
 
-    def __init__(self, lines: AsyncIterator[dict[str, Any]]):
-        self._lines = lines
+    def __init__(self, lines: AsyncIterator[dict[str, Any]], ending: asyncio.Event):
+        self._lines, self._ending = lines, ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self.send_lines(send))
-        closing = asyncio.create_task(wait_for_close(receive))
+        others = asyncio.create_task(wait_for_close(receive)), asyncio.create_task(self._ending.wait())
         try:
-            await asyncio.wait((sending, closing), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, *others), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (sending, closing):
+            for task in (sending, *others):
                 task.cancel()
-            done, _ = await asyncio.gather(sending, closing, return_exceptions=True)
+            done, *_ = await asyncio.gather(sending, *others, return_exceptions=True)
         if isinstance(done, Exception):
             raise done
+        if self._ending.is_set():
+            await send({"type": "http.response.body", "body": b""})
 
     async def send_lines(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]})
@@ -112,6 +116,7 @@ class Explorer:
     def __init__(self, workers: int):
         self.pool = Pool(workers)
         self.running = self.finished = self.cancelled = 0
+        self.ending = asyncio.Event()
         self.files = {path.name: path for path in PAGE.iterdir() if path.suffix in TYPES}
 
     async def show_file(self, request: Request) -> Response:
@@ -126,7 +131,7 @@ class Explorer:
             asked = parse_question(request.query_params)
         except Refused as error:
             return refuse(400, str(error), field=error.name)
-        return Lines(self.count(asked))
+        return Lines(self.count(asked), self.ending)
 
     async def read_config(self, request: Request) -> Response:
         body = b""
@@ -172,9 +177,7 @@ def find_memory(pid: int) -> int | None:
         return None
 
 
-def make_app(port: int, workers: int) -> ASGIApp:
-    explorer = Explorer(workers)
-
+def make_app(explorer: Explorer, port: int) -> ASGIApp:
     @asynccontextmanager
     async def keep_workers(_: Starlette) -> AsyncIterator[None]:
         await explorer.pool.start()
@@ -192,3 +195,16 @@ def make_app(port: int, workers: int) -> ASGIApp:
         Route("/{name}", explorer.show_file),
     ]
     return Guard(Starlette(routes=routes, lifespan=keep_workers), port)
+
+
+class Server(uvicorn.Server):
+    """Ends the answers under way before it waits for their requests to end."""
+
+    def __init__(self, port: int, workers: int):
+        self._explorer = Explorer(workers)
+        app = make_app(self._explorer, port)
+        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1, server_header=False))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._explorer.ending.set()
+        await super().shutdown(sockets)

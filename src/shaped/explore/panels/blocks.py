@@ -30,7 +30,7 @@ def answer_blocks(plan: Plan, breathe: Breathe) -> Iterator[Found]:
         rho += draw_spread(name, role, layers, hide_stopped(mean_correlation(one.V), one), band)
         length += draw_spread(name, role, layers, one.V.diagonal(dim1=-2, dim2=-1).mean(-1).sqrt(), band)
         entering = Trajectory(one.t[:-1], one.V[:-1], one.stopped)
-        shares = draw_entropy_shares(attentions[role], entering.V, asked, breathe, normalised=role == "preln")
+        shares = draw_entropy_shares(attentions[role], entering.V, plan, breathe, normalised=role == "preln")
         entropy += draw_spread(name, role, layers[:-1], hide_stopped(shares, entering), band)
     few = min(PREVIEW_BLOCKS, asked.depth)
     notes = [f"preview: the SDE, and the first {few} layers of the others"] if plan.stage == 0 else []
@@ -41,7 +41,7 @@ def answer_blocks(plan: Plan, breathe: Breathe) -> Iterator[Found]:
         ("blocks_length", "Blocks: length", draw_axis("length of the stream", "log"), length, "Root mean square length of the tokens"),
         (
             "blocks_entropy",
-            "Blocks: entropy of attention",
+            "Blocks: entropy",
             draw_axis("entropy / uniform", low=0, high=1.02),
             entropy,
             "Entropy of attention",

@@ -31,7 +31,6 @@ def answer_gradients(plan: Plan, breathe: Breathe) -> Iterator[Found]:
     if plan.stage == LAST:
         return
     if plan.stage:
-        samples = plan.compared_differentiated
         found |= {role: draw(block, samples=samples) for role, block in blocks.items()}
     yield Found("blocks_gradients", samples, draw_block_gradients(found, plan, d, notes))
 

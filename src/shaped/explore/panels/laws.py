@@ -15,7 +15,7 @@ from shaped.explore.charts import Chart, Series, as_list, as_number, draw_axis, 
 from shaped.explore.networks import EXPLODED, make_attention, make_block, make_start
 from shaped.explore.panels.attention import draw_entropy_shares
 from shaped.explore.panels.unit import Breathe, Found
-from shaped.explore.plan import Plan
+from shaped.explore.plan import RESAMPLES, Plan
 from shaped.finite import propagate
 from shaped.intervals import format_share
 from shaped.limit import solve
@@ -24,8 +24,6 @@ from shaped.trajectory import Trajectory
 SHOWN = 12
 """Single paths of each law."""
 BINS = 30
-RESAMPLES = 100
-"""For the band of one law. More would take longer than a cancelled question may go on."""
 NAMES = {"sde": "SDE", "network": "networks"}
 
 
@@ -100,7 +98,8 @@ def draw_density(laws: dict[str, Trajectory], plan: Plan) -> Chart:
             heights = torch.histogram(values.clamp(edges[0], edges[-1]), edges, density=True).hist
             series.append({"kind": "steps", "name": NAMES[role], "role": role, "edges": as_list(edges), "heights": as_list(heights)})
     series.append(draw_rule("start", x=plan.question.rho))
-    notes = [f"median: {', '.join(f'{NAMES[role]} {as_number(values.median().item())}' for role, values in found.items() if len(values))}"]
+    medians = [f"{NAMES[role]} {as_number(values.quantile(0.5).item())}" for role, values in found.items() if len(values)]
+    notes = [f"median: {', '.join(medians)}"]
     about = "Density of the mean correlation at the last layer, over the paths that have not exploded."
     if "network" in laws and min(map(len, found.values())) > 1:
         statistics = {"mean rho": mean_correlation}
@@ -125,9 +124,7 @@ def draw_entropies(laws: dict[str, Trajectory], layers: dict[str, Tensor], plan:
     attention = make_attention(plan.question, plan.question.gamma, plan.question.tau0)
     series: list[Series] = []
     for role, one in laws.items():
-        shares = hide_stopped(
-            draw_entropy_shares(attention, one.V[:-1], plan.question, breathe), Trajectory(one.t[:-1], one.V[:-1], one.stopped)
-        )
+        shares = hide_stopped(draw_entropy_shares(attention, one.V[:-1], plan, breathe), Trajectory(one.t[:-1], one.V[:-1], one.stopped))
         series += draw_spread(NAMES[role], role, layers[role][:-1], shares)
     about = "Entropy of the softmax, its mean over heads and queries, as a share of that of uniform attention, against the layer."
     x, y = draw_axis("layer", low=0, high=plan.question.depth), draw_axis("entropy / uniform", low=0, high=1.02)

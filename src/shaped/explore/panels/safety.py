@@ -136,6 +136,7 @@ def draw_map(plan: Plan, judge: Judge, grid: Grid, rows: Rows, notes: list[str])
             "y_edges": find_edges(grid.temperatures),
             "values": [[row.share for row in line] for line in cells],
             "labels": [[describe_cell(row, what, judge.share) for row in line] for line in cells],
+            "outline": "proved safe",
             "outlined": [[is_proved(row, judge) for row in line] for line in cells],
         },
         {"kind": "point", "name": "this question", "role": "here", "x": asked.gamma, "y": asked.tau0},
