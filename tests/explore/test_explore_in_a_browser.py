@@ -115,11 +115,11 @@ def wait_for_stage(page: Page, stage: int) -> None:
 
 
 def read_table(page: Page, panel: str) -> dict[str, list[str]]:
-    """The first table of a panel's numbers, by column."""
+    """The numbers of a panel, by column; SDE and networks may have layers of their own."""
     if page.get_attribute(f"#panel-{panel} details", "open") is None:
         page.click(f"#panel-{panel} summary")
-    rows = page.locator(f"#panel-{panel} table").first.locator("tr").all_inner_texts()
-    return {name: list(column) for name, *column in zip(*(row.split("\t") for row in rows), strict=True)}
+    tables = [table.locator("tr").all_inner_texts() for table in page.locator(f"#panel-{panel} table").all()]
+    return {name: list(column) for rows in tables for name, *column in zip(*(row.split("\t") for row in rows), strict=True)}
 
 
 def set_slider(page: Page, name: str, value: float) -> None:
