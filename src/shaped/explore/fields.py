@@ -62,12 +62,12 @@ class Field:
 FIELDS = (
     Field("width", "n", "width", "whole", 200, "Features of a token, 8 to 4096.", 8, 4096, "log", multiple_of="heads"),
     Field("depth", "d", "depth", "whole", 150, "Blocks, 1 to 512, and at most 8 times the width.", 1, 512, "log"),
-    Field("tokens", "m", "tokens", "whole", 4, "Tokens of a sequence, 2 to 32; tokens times width times depth is at most 16777216.", 2, 32, "log"),
+    Field("tokens", "m", "tokens", "whole", 4, "Tokens of a sequence, 2 to 32; times width times depth at most 2²⁴.", 2, 32, "log"),
     Field("gamma", "γ", "gamma", "real", 8**-0.5, "Weight of the residual branches; the shortcut has √(1 − γ²).", 0.01, 1.0, "log"),
     Field("tau0", "τ₀", "tau0", "real", 1.0, "Temperature of shaped attention; the logits are divided by τ₀√(n·n_k).", 0.05, 20.0, "log"),
     Field("c_plus", "c₊", "c_plus", "real", 0.0, "Shaped ReLU: its positive slope is 1 + c₊/√n.", -5.0, 5.0, step=0.1),
     Field("c_minus", "c₋", "c_minus", "real", -1.0, "Shaped ReLU: its negative slope is 1 + c₋/√n.", -5.0, 5.0, step=0.1),
-    Field("heads", "H", "heads", "whole", 1, "Attention heads, 1 to 64, a divisor of the width; at most 2048 in all layers.", 1, 64, "log", divides="width"),
+    Field("heads", "H", "heads", "whole", 1, "Attention heads, 1 to 64, at most 2048 in all layers.", 1, 64, "log", divides="width"),
     Field("mask", "", "mask", "choice", "none", "Which tokens a token sees: all, or none after it.", choices=("none", "causal")),
     Field("qk_norm", "", "QK-norm", "switch", False, "Divide queries and keys by their root mean square."),
     Field("rho", "ρ₀", "start", "real", 0.2, "Correlation of each pair of tokens at the start.", 0.0, 0.99, step=0.01),
@@ -144,11 +144,8 @@ def parse_question(given: Mapping[str, str]) -> Question:
 def describe_fields() -> list[dict[str, Any]]:
     """For the page."""
     optional = ("multiple_of", "divides")
-    return [
-        {name: value for name, value in asdict(field).items() if name not in optional or value is not None}
-        | {"choices": list(field.choices)}
-        for field in FIELDS
-    ]
+    described = [asdict(field) | {"choices": list(field.choices)} for field in FIELDS]
+    return [{name: value for name, value in field.items() if name not in optional or value is not None} for field in described]
 
 
 def round_up(value: float) -> int:

@@ -40,7 +40,11 @@ class Worker:
         self._warm = False
 
     def read(self) -> None:
-        """Runs in a thread of its own."""
+        """Runs in a thread of its own, and ends the process when the server is gone."""
+        self.read_lines()
+        os._exit(0)
+
+    def read_lines(self) -> None:
         for text in self._lines:
             message = json.loads(text)
             with self._arrived:
@@ -50,7 +54,6 @@ class Worker:
                     self._unfinished.add(message["job"])
                     self._waiting.append(message)
                 self._arrived.notify()
-        os._exit(0)  # the server is gone
 
     def run(self) -> None:
         threading.Thread(target=self.read, daemon=True).start()
