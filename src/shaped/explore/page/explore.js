@@ -92,7 +92,9 @@ function refuse(error) {
 
 async function showState() {
   const state = await getJson("state").catch(() => null);
-  if (state) find("state").textContent = `This server: ${state.finished} answers, ${state.cancelled} cancelled, ${state.running} under way, ${Math.round(state.memory_mb)} MB.`;
+  if (!state) return;
+  const memory = state.memory_mb === null ? "" : `, memory ${Math.round(state.memory_mb)} MB`; // not every system tells
+  find("state").textContent = `Since the server's start: answers ${state.finished}, cancelled ${state.cancelled}, under way ${state.running}${memory}.`;
 }
 
 function begin() {

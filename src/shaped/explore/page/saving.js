@@ -35,6 +35,8 @@ export function writeSvg(svg, title) {
   stage.remove();
   const [, , width, height] = copy.getAttribute("viewBox").split(" ").map(Number);
   copy.setAttribute("viewBox", `-8 -8 ${width + 16} ${height + 16}`);
+  copy.setAttribute("width", width + 16);
+  copy.setAttribute("height", height + 16);
   const ground = document.createElementNS(copy.namespaceURI, "rect");
   for (const [name, value] of Object.entries({ x: -8, y: -8, width: width + 16, height: height + 16, fill: "#fff" })) ground.setAttribute(name, value);
   const heading = document.createElementNS(copy.namespaceURI, "title");
