@@ -171,6 +171,7 @@ def test_a_refusal_of_the_server_is_shown_until_the_next_change(readers: Readers
     readers.expected = ["status of 400"]
     page.fill("#field-heads", "3")
     page.wait_for_selector("[data-field=heads].bad")
+    page.press("#field-heads", "Tab")
     assert page.inner_text("#message-heads") == "heads must divide the width 16, got 3"
     page.fill("#field-width", "18")
     assert page.inner_text("#message-heads") == ""

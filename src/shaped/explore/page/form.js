@@ -36,6 +36,7 @@ class Control {
   }
 
   complain(text, refused = false) {
+    if (text === "" && this.refused) return; // a value within its bounds: the refusal stays until the form forgives it
     this.refused = refused;
     this.message.textContent = text;
     this.element.classList.toggle("bad", text !== "");
@@ -199,19 +200,26 @@ export class Form {
 
   /** Sets some values; all others keep theirs, or take their default with `reset`. */
   set(values, reset = false) {
-    this.forgive();
     for (const [name, control] of this.controls) {
       if (Object.hasOwn(values, name)) control.set(values[name]);
       else if (reset) control.set(control.field.default);
     }
+    this.forgive();
   }
 
+  /** Another question than the refused one: the refusal is forgotten. A field that is only left keeps it. */
   forgive() {
-    for (const control of this.controls.values()) if (control.refused) control.complain("");
+    if (JSON.stringify(this.values) === this.refused) return;
+    for (const control of this.controls.values()) {
+      if (!control.refused) continue;
+      control.refused = false;
+      control.complain("");
+    }
   }
 
   /** Shows why the server refused; true where there is such a field to show it at. */
   complain(name, text) {
+    this.refused = JSON.stringify(this.values);
     this.controls.get(name)?.complain(text, true);
     this.controls.get(name)?.element.scrollIntoView({ block: "nearest" });
     return this.controls.has(name);
