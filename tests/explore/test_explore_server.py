@@ -34,7 +34,7 @@ async def serve(workers: int = 0) -> AsyncIterator[tuple[httpx.AsyncClient, Expl
 def ask(method: str, path: str, **options) -> httpx.Response:
     async def go() -> httpx.Response:
         async with serve() as (client, _):
-            return await client.request(method, path, **options)
+            return await asyncio.wait_for(client.request(method, path, **options), 10)
 
     return asyncio.run(go())
 

@@ -19,7 +19,8 @@ class Heard(Worker):
     """A worker that hears lines when the test says so, and not from a thread."""
 
     def __init__(self):
-        super().__init__(io.StringIO(), io.StringIO())
+        self.heard = io.StringIO()
+        super().__init__(io.StringIO(), self.heard)
 
     def hear(self, *messages: dict) -> None:
         self._lines = io.StringIO("".join(json.dumps(message) + "\n" for message in messages))
@@ -27,7 +28,7 @@ class Heard(Worker):
 
     @property
     def said(self) -> list[dict]:
-        return [json.loads(line) for line in self._out.getvalue().splitlines()]
+        return [json.loads(line) for line in self.heard.getvalue().splitlines()]
 
 
 def job(number: int, unit: str, stage: int, **values) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -17,7 +17,7 @@ Line = dict[str, Any]
 END = object()
 
 
-async def answer(pool: Pool, asked: Question) -> AsyncIterator[Line]:
+async def answer(pool: Pool, asked: Question) -> AsyncGenerator[Line, None]:
     """The lines in order. Units of one stage are computed side by side; the next stage begins when all have ended."""
     began = time.perf_counter()
     yield {"kind": "question", "values": asked.values, "python": write_python(asked), "command": write_command(asked)}
@@ -30,7 +30,7 @@ async def answer(pool: Pool, asked: Question) -> AsyncIterator[Line]:
     yield {"kind": "done", "seconds": round(time.perf_counter() - began, 3)}
 
 
-async def run_stage(pool: Pool, asked: Question, stage: int) -> AsyncIterator[Line]:
+async def run_stage(pool: Pool, asked: Question, stage: int) -> AsyncGenerator[Line, None]:
     queue: asyncio.Queue[Any] = asyncio.Queue()
 
     async def run(unit: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -104,7 +104,7 @@ class Pool:
         """Units under way or waiting."""
         return sum(len(worker.stages) for worker in self._workers) + len(self._waiting)
 
-    async def run(self, unit: str, stage: int, values: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def run(self, unit: str, stage: int, values: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The lines of a unit. Closed early, its work is cancelled, and the worker has its next unit when this one has ended."""
         number = next(self._numbers)
         worker = await self._take(number, stage)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def refuse(status: int, error: str, **more: str) -> JSONResponse:
 class Lines:
     """A response of JSON lines. It ends its work at once when the request is closed, or when the server ends."""
 
-    def __init__(self, lines: AsyncIterator[dict[str, Any]], ending: asyncio.Event):
+    def __init__(self, lines: AsyncGenerator[dict[str, Any], None], ending: asyncio.Event):
         self._lines, self._ending = lines, ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +98,7 @@ class Lines:
 
     async def send_lines(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]})
-        async with aclosing(self._lines) as lines:  # pyright: ignore[reportArgumentType]
+        async with aclosing(self._lines) as lines:
             async for line in lines:
                 text = json.dumps(line, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
                 await send({"type": "http.response.body", "body": f"{text}\n".encode(), "more_body": True})
@@ -149,11 +149,11 @@ class Explorer:
             return refuse(500, str(error))
         return JSONResponse(found[0], 400 if "error" in found[0] else 200)
 
-    async def count(self, asked: Question) -> AsyncIterator[dict[str, Any]]:
+    async def count(self, asked: Question) -> AsyncGenerator[dict[str, Any], None]:
         self.running += 1
         finished = False
         try:
-            async with aclosing(answer(self.pool, asked)) as lines:  # pyright: ignore[reportArgumentType]
+            async with aclosing(answer(self.pool, asked)) as lines:
                 async for line in lines:
                     finished = finished or line["kind"] in ("done", "error")
                     yield line
