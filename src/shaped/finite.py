@@ -85,7 +85,7 @@ def propagate(
     dtype: torch.dtype = torch.float64,
     chunk: int | None = None,
     executor: Executor | None = None,
-    progress: bool | None = None,
+    progress: engine.Progress = None,
 ) -> Trajectory:
     """Samples the covariance V = XXᵀ/n through d layers of a random network of width n, exactly in law, at time t = layer/n.
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while the command `shaped` loads, which takes seconds: prints one line, not a traceback.
+"""Which command loads, and Ctrl-C while it does, which takes seconds: prints one line, not a traceback.
 
 Programs that import the library keep their signal handlers.
 """
@@ -20,6 +20,11 @@ MESSAGE = "shaped: interrupted; no file is half-written"
 def is_command() -> bool:
     """Is this process `shaped …` or `python -m shaped …`?"""
     return [Path(name).stem for name in sys.argv[:1]] == ["shaped"] or ("-m", "shaped") in pairwise(sys.orig_argv)
+
+
+def is_page_server() -> bool:
+    """Is this process `shaped explore …`? Then `import shaped` loads nothing: the page's server computes nothing itself."""
+    return is_command() and sys.argv[1:2] == ["explore"]
 
 
 def leave_at_once(*_: Any) -> None:

@@ -118,7 +118,7 @@ def solve(
     dtype: torch.dtype = torch.float64,
     chunk: int | None = None,
     executor: Executor | None = None,
-    progress: bool | None = None,
+    progress: engine.Progress = None,
     check: bool | None = None,
 ) -> Trajectory:
     r"""Samples paths of $dV = b(V)\,dt + \Sigma(V)^{1/2}\,dB$ from V0 to time T = depth/width.
@@ -139,7 +139,8 @@ def solve(
         device, dtype: where and in which precision to compute.
         chunk: number of samples that a worker takes at a time, rounded to whole blocks; without an executor it has no meaning.
         executor: anything like a concurrent.futures.Executor; samples are then simulated there (see `shaped.workers`).
-        progress: show a bar on standard error: None for work of over a second, True, False. Never where that is not a terminal.
+        progress: show a bar on standard error: None for work of over a second, True, False. Never where that is not a terminal. Or a
+            function to call with the number of steps done since its last call; what it raises ends the simulation.
         check: estimate what the step does to the law at the horizon, by halving it on one of 32 samples: `info["step_effect"]`. A
             `StepWarning` says so where that is, by three standard errors of the estimate, more than the sampling error. By default where
             `steps` is left out and there are at least 512 samples.

@@ -359,7 +359,7 @@ def test_standard_output_may_be_closed_or_know_few_characters(tmp_path):
 
 
 def test_importing_the_library_stays_light():
-    heavy = ("transformers", "matplotlib", "tokenizers", "scipy", "typer", "torch._dynamo")
+    heavy = ("transformers", "matplotlib", "tokenizers", "scipy", "typer", "torch._dynamo", "starlette", "uvicorn")
     script = f"import sys, shaped; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

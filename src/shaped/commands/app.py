@@ -9,20 +9,24 @@ from typing import Annotated, Any
 import typer
 
 from shaped import __version__, interrupts
-from shaped.commands import train
-from shaped.commands.advise import advise
 from shaped.commands.console import flush, print_error
-from shaped.commands.converge import converge
-from shaped.commands.diagnose import diagnose
-from shaped.commands.predict import predict
-from shaped.commands.reproduce import reproduce
-from shaped.commands.simulate import simulate
+from shaped.commands.explore import explore
 
 # Help is Markdown: in rich's own markup, [tokens, tokens] would be a style and vanish.
 app = typer.Typer(invoke_without_command=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-for command in (simulate, converge, predict, advise, diagnose, reproduce):
-    app.command(rich_help_panel="Theory")(command)
-app.add_typer(train.app)  # without a name: its commands stand beside those here
+app.command(rich_help_panel="Theory")(explore)
+if not interrupts.is_page_server():  # the others load torch
+    from shaped.commands import train
+    from shaped.commands.advise import advise
+    from shaped.commands.converge import converge
+    from shaped.commands.diagnose import diagnose
+    from shaped.commands.predict import predict
+    from shaped.commands.reproduce import reproduce
+    from shaped.commands.simulate import simulate
+
+    for command in (simulate, converge, predict, advise, diagnose, reproduce):
+        app.command(rich_help_panel="Theory")(command)
+    app.add_typer(train.app)  # without a name: its commands stand beside those here
 
 CLOSED_PIPE = 1  # the exit code of typer where nobody reads the output
 

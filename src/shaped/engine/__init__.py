@@ -12,6 +12,7 @@ from shaped.engine.options import Record as Record
 from shaped.engine.options import RunOptions as RunOptions
 from shaped.engine.process import PointProcess as PointProcess
 from shaped.engine.process import Process as Process
+from shaped.engine.progress import Progress as Progress
 from shaped.engine.progress import progress_bar as progress_bar
 from shaped.engine.simulation import allocate as allocate
 from shaped.engine.simulation import run as run

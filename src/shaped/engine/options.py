@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shaped.checks import check_device, in_range, whole_number
+from shaped.engine.progress import Progress
 
 Record = str | int
 
@@ -31,7 +32,7 @@ class RunOptions:
     dtype: torch.dtype
     chunk: int | None
     executor: Executor | None
-    progress: bool | None
+    progress: Progress
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.float64):

@@ -6,13 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+Progress = bool | None | Callable[[int], None]
+
 
 @contextmanager
-def progress_bar(wanted: bool | None, total: int, doing: str = "simulating") -> Iterator[Callable[[int], None]]:
+def progress_bar(wanted: Progress, total: int, doing: str = "simulating") -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the number of steps done since the last call.
 
     The bar is shown after a second (None), at once (True) or never (False). It is never shown where standard error is not a terminal.
+    A function takes the bar's place.
     """
+    if callable(wanted):
+        yield wanted
+        return
     if wanted is False:
         yield lambda steps: None
         return

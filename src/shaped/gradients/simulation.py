@@ -41,7 +41,7 @@ def backpropagate(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float64,
     executor: Executor | None = None,
-    progress: bool | None = None,
+    progress: engine.Progress = None,
     independent: bool = False,
 ) -> Gradients:
     r"""Samples the gradients of a random network of width n and depth d, exactly in law, jointly with its loss.

@@ -11,13 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import check_bool, positive, whole_number
-from shaped.covariance import Matrix, factor, inverse_length, match_layout, product
+from shaped.checks import as_tensor, check_bool, positive, whole_number
+from shaped.covariance import Matrix, check_covariance, factor, inverse_length, match_layout, product
 from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual
 from shaped.layers.logits import LogitPerturbation
 from shaped.layers.masks import Mask, check_mask, describe_mask, head_masks
 from shaped.layers.rope import Rope, check_rope, check_rope_width, describe_rope, find_frequencies
 from shaped.layers.terms import Term, WeightNoise
+from shaped.nn.diagnostics import softmax_entropy
 from shaped.nn.functional import attention_matrix, logit_bias, rotate, rotation_of_places
 from shaped.nn.networks import RandomAttention, Residual
 from shaped.randomness import Stream
@@ -126,10 +127,32 @@ class ShapedAttention(ResidualLayer):
 
     def attention(self, mask: Mask, L: Factor, sizes: Sizes, stream: Stream) -> Matrix:
         """A draw of one head's A."""
-        n_k, m = sizes.keys(self.heads), L.shape[-1]
+        logits, bias = self.logits(L, sizes, stream), logit_bias(mask, L.shape[-1], L)
+        return match_layout(attention_matrix(logits, bias, float(self.identity), float(self.centre)), L)
+
+    def logits(self, L: Factor, sizes: Sizes, stream: Stream) -> Matrix:
+        r"""A draw of one head's $Y/\tau$."""
+        n_k = sizes.keys(self.heads)
         draw = self.rotated_logits if self.rope is not None else self.normalised_logits if self.qk_norm else self.plain_logits
-        logits = draw(L, n_k, 1.0 / self.tau(sizes.n, n_k), stream)
-        return match_layout(attention_matrix(logits, logit_bias(mask, m, L), float(self.identity), float(self.centre)), L)
+        return draw(L, n_k, 1.0 / self.tau(sizes.n, n_k), stream)
+
+    def entropy(self, V: Float[Tensor, "batch m m"], *, n: int, n_k: int | None = None, seed: int) -> Float[Tensor, " batch"]:
+        r"""A draw of the entropy of the softmax in nats, its mean over heads and queries, for tokens of width n with covariance V.
+
+        The softmax is that of $Y/\tau + B$, before the identity is added and softmax(B) subtracted. Its weights are drawn for this call.
+        """
+        V, sizes = as_tensor("V", V), Sizes(n, n_k)
+        check_covariance(V, "V")
+        if V.ndim != 3:
+            raise ValueError(f"V must be [batch, m, m], got shape {tuple(V.shape)}")
+        self.check_sizes(sizes)
+        L = factor(V).contiguous()
+        stream = Stream(whole_number("seed", seed, least=0, most=math.inf), 0, kind="entropy", dtype=V.dtype, device=V.device)
+        total = V.new_zeros(len(V))
+        for mask in head_masks(self.mask, self.heads):
+            bias = logit_bias(mask, V.shape[-1], V)
+            total += softmax_entropy(self.logits(L, sizes, stream) + bias).mean(-1)
+        return total / self.heads
 
     def plain_logits(self, L: Factor, n_k: int, scale: float, stream: Stream) -> Matrix:
         r"""The logits $X W^Q W^{K\top} X^\top/n$ have the law of $L T G L^\top$, T of Bartlett for n_k degrees."""

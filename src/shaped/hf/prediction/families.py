@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from shaped.files import read_json
+from shaped.files import check_entries, read_json
 from shaped.hf.attention import NAME
 from shaped.hf.prediction import decoders, encoders
 from shaped.hf.prediction.parts import Network
@@ -55,19 +55,25 @@ def read_config(config: Any) -> PreTrainedConfig:
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
-        entries = read_json(path, model_type=str)
+        entries = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"config must be a folder with a config.json, or such a file, got {str(config)!r}") from None
-    kind = CONFIG_MAPPING[check_family(entries["model_type"])]
-    for name in REQUIRED:
-        if name not in entries and getattr(kind, "attribute_map", {}).get(name) not in entries:
-            raise ValueError(f"{path} must have {name}, got a config without it")
-    try:
-        made = kind.from_dict(entries)
-    except Exception as error:  # transformers has several classes of errors for a field, some over many lines
-        raise ValueError(f"{path} must be a config of {entries['model_type']}, got one that is not: {flatten(error)}") from None
+    made = make_config(str(path), entries)
     made.name_or_path = os.path.abspath(config)  # "." has a name too; links keep theirs
     return made
+
+
+def make_config(name: str, entries: dict[str, Any]) -> PreTrainedConfig:
+    """The config of a JSON object, which is called `name` in errors."""
+    model_type = check_entries(name, entries, model_type=str)["model_type"]
+    kind = CONFIG_MAPPING[check_family(model_type)]
+    for field in REQUIRED:
+        if field not in entries and getattr(kind, "attribute_map", {}).get(field) not in entries:
+            raise ValueError(f"{name} must have {field}, got a config without it")
+    try:
+        return kind.from_dict(entries)
+    except Exception as error:  # transformers has several classes of errors for a field, some over many lines
+        raise ValueError(f"{name} must be a config of {model_type}, got one that is not: {flatten(error)}") from None
 
 
 def flatten(error: Exception) -> str:
