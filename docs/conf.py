@@ -13,13 +13,12 @@ author = "The shaped authors"
 copyright = "2026, the shaped authors"
 release = version = shaped.__version__
 
-extensions = ["myst_parser", "sphinx.ext.viewcode", "site_extension"]
+extensions = ["myst_parser", "site_extension"]
 exclude_patterns = ["building", "results"]
 nitpicky = True
 show_warning_types = True
 highlight_language = "text"  # of indented blocks, which are commands and formulas
 python_maximum_signature_line_length = 100
-viewcode_line_numbers = True
 toc_object_entries_show_parents = "hide"
 
 myst_enable_extensions = ["dollarmath", "attrs_block"]

@@ -23,7 +23,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from pages import find_blocks
+from pages import ROOT, find_blocks
 
 logger = logging.getLogger(__name__)
 PUBLIC = (
@@ -69,11 +69,16 @@ class Entry:
     def write(self) -> str:
         """Markdown of the whole entry."""
         if inspect.isclass(self.object):
-            inside = [describe(self.object), *self.write_fields(), *(self.write_member(name) for name in self.list_members())]
+            inside = [describe(self.object), self.tell_source(), *self.write_fields(), *(self.write_member(name) for name in self.list_members())]
             return write_object("class", self.module, self.name + write_signature(self.object), "\n\n".join(filter(None, inside)))
         if callable(self.object):
-            return write_object("function", self.module, self.name + write_signature(self.object), describe(self.object))
+            return write_object("function", self.module, self.name + write_signature(self.object), f"{describe(self.object)}\n\n{self.tell_source()}")
         return write_object("data", self.module, self.name, f"The value is `{self.object!r}`.")
+
+    def tell_source(self) -> str:
+        place = inspect.getsourcefile(inspect.unwrap(self.object))
+        assert place is not None
+        return f"Source: `{Path(place).resolve().relative_to(ROOT)}`."
 
     def list_members(self) -> list[str]:
         """Public methods and properties that the class has itself, but for overrides that the base describes."""

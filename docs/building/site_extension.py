@@ -17,6 +17,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 
 import mathml
+import options
 import reference
 from gallery import make_page
 from pages import ROOT, Outcome, find_blocks, run_page
@@ -82,6 +83,7 @@ def start_runs(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("run_blocks", True, "env", bool)
     mathml.setup(app)
+    options.setup(app)
     reference.setup(app)
     app.connect("builder-inited", start_runs)
     return {"parallel_read_safe": False}
