@@ -150,7 +150,8 @@ def train(model, steps=80):
 curves = {"Post-LN": train(plain), "shaped": train(model)}
 
 # %% [markdown]
-# The shaped model is stopped after a few steps: γ was the largest that is safe at initialisation, and training makes the logits grow from there.
+# The shaped model is stopped after a few steps.
+# γ was the largest that is safe at initialisation, and training makes the logits grow from there.
 # The alarm says what to try, and QK-norm is one argument.
 
 # %%
@@ -159,7 +160,9 @@ better = Decoder(shaped.nn.ShapedDecoder(DEPTH, WIDTH, HEADS, gamma=advice.best.
 curves["shaped, QK-norm"] = train(better)
 for name, (losses, rows) in curves.items():
     last = list(rows[-1].quantities["correlation"].values())[-1]
-    print(f"{name}: {len(losses)} steps, loss {losses[0]:.1f} to {sum(losses[-10:]) / 10:.1f}, correlation behind the last layer {last:.1f}")
+    print(
+        f"{name}: {len(losses)} steps, loss {losses[0]:.1f} to {sum(losses[-10:]) / 10:.1f}, correlation behind the last layer {last:.1f}"
+    )
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.6), layout="constrained")
@@ -184,4 +187,5 @@ figure.savefig(out / "loss-and-correlation-while-the-models-train.png")
 # - γ from `advise` is an upper bound, for initialisation.
 #   Without QK-norm this model trains with γ = 0.2.
 #
-# For your own model: [shaped attention in PyTorch](../modules.md), [in Hugging Face](../huggingface.md), [training on your own text](../training.md).
+# For your own model: [shaped attention in PyTorch](../modules.md), [in Hugging Face](../huggingface.md),
+# [training on your own text](../training.md).

@@ -193,4 +193,5 @@ figure.savefig(out / "gradients-by-layer.png")
 # - Depth over width says how random a network is at initialisation, γ and τ0 how fast that grows, and QK-norm keeps it finite.
 #
 # Read on: [the tutorial for theorists](../tutorials/theorists.md), [how the solver steps](../method.md),
-# [networks without their weights](../finite.md), [the law of the gradients](../gradients.md), and [every claim of the paper, checked](../figures.md).
+# [networks without their weights](../finite.md), [the law of the gradients](../gradients.md),
+# and [every claim of the paper, checked](../figures.md).

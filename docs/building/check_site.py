@@ -74,7 +74,9 @@ def look(site: Path, pages: dict[Path, Page], browser_path: str) -> Iterator[str
                 yield f"{name} is wider than a screen of 400 pixels"
             broken = tab.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth && i.loading != 'lazy').map(i => i.src)")
             yield from (f"{name} does not show {url}" for url in broken)
-            flat = tab.evaluate("[...document.querySelectorAll('article math')].filter(m => !m.getBoundingClientRect().width && m.offsetParent).length")
+            flat = tab.evaluate(
+                "[...document.querySelectorAll('article math')].filter(m => !m.getBoundingClientRect().width && m.offsetParent).length"
+            )
             if flat:
                 yield f"{name} has {flat} formulas that are not drawn"
         for words, address in SEARCHES.items():

@@ -21,9 +21,20 @@ def write_commands(group: Any, path: str = "shaped") -> Iterator[str]:
         yield from write_commands(command, f"{path} {name}")
     if inner:
         return
-    yield from (f"**{path}**", "", escape((group.help or "").split("\f")[0].strip().replace("\n", " ")), "", "| option | default | |", "|---|---|---|")
+    yield from (
+        f"**{path}**",
+        "",
+        escape((group.help or "").split("\f")[0].strip().replace("\n", " ")),
+        "",
+        "| option | default | |",
+        "|---|---|---|",
+    )
     for one in group.params:
-        names = ", ".join(f"`{name}`" for name in (*one.opts, *one.secondary_opts)) if one.param_type_name == "option" else f"`{one.name.upper()}`"
+        names = (
+            ", ".join(f"`{name}`" for name in (*one.opts, *one.secondary_opts))
+            if one.param_type_name == "option"
+            else f"`{one.name.upper()}`"
+        )
         default = "" if one.default is None or callable(one.default) or not getattr(one, "show_default", True) else f"`{one.default}`"
         yield f"| {names} | {default} | {escape(getattr(one, 'help', None) or '')} |"
     yield ""

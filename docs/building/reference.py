@@ -69,10 +69,17 @@ class Entry:
     def write(self) -> str:
         """Markdown of the whole entry."""
         if inspect.isclass(self.object):
-            inside = [describe(self.object), self.tell_source(), *self.write_fields(), *(self.write_member(name) for name in self.list_members())]
+            inside = [
+                describe(self.object),
+                self.tell_source(),
+                *self.write_fields(),
+                *(self.write_member(name) for name in self.list_members()),
+            ]
             return write_object("class", self.module, self.name + write_signature(self.object), "\n\n".join(filter(None, inside)))
         if callable(self.object):
-            return write_object("function", self.module, self.name + write_signature(self.object), f"{describe(self.object)}\n\n{self.tell_source()}")
+            return write_object(
+                "function", self.module, self.name + write_signature(self.object), f"{describe(self.object)}\n\n{self.tell_source()}"
+            )
         return write_object("data", self.module, self.name, f"The value is `{self.object!r}`.")
 
     def tell_source(self) -> str:
@@ -222,8 +229,7 @@ def find_used_names(page: Path) -> set[str]:
     """Names and attributes in the blocks of a page that are run."""
     trees = [ast.parse(block.code) for block in find_blocks(page.read_text()) if block.runs and block.language == "python"]
     found = [node for tree in trees for node in ast.walk(tree)]
-    names = {node.id for node in found if isinstance(node, ast.Name)} | {node.attr for node in found if isinstance(node, ast.Attribute)}
-    return names
+    return {node.id for node in found if isinstance(node, ast.Name)} | {node.attr for node in found if isinstance(node, ast.Attribute)}
 
 
 def link_name(app: Sphinx, env: BuildEnvironment, node: nodes.Element, content: nodes.Node) -> nodes.Node | None:
