@@ -2,12 +2,12 @@
 PYTHON ?= python3
 bin := .venv/bin
 
-.PHONY: run test lint types imports unit coverage hf-common verify bench bench-check clean
+.PHONY: run test lint types imports unit docs coverage hf-common verify bench bench-check clean
 
 run: .venv/installed
 	$(bin)/shaped reproduce all --scale quick --out out
 
-test: lint types imports unit
+test: lint types imports unit docs
 
 lint: .venv/installed
 	$(bin)/ruff check .
@@ -21,6 +21,13 @@ imports: .venv/installed
 
 unit: .venv/installed
 	$(bin)/pytest
+
+# The site, in out/docs: runs every block of the documents and the gallery; warnings are errors, links are checked, no network is used.
+docs: .venv/installed
+	rm -rf out/docs out/docs-work
+	$(bin)/sphinx-build -W --keep-going -n -q -d out/docs-work docs out/docs
+	$(bin)/python docs/building/check_site.py out/docs
+	@echo "open out/docs/index.html"
 
 # The share of lines that the tests run, by file; those that they run in processes of their own do not count.
 coverage: .venv/installed

@@ -29,10 +29,12 @@ class Trajectory:
 
     @cached_property
     def rho(self) -> Float[Tensor, "time sample m m"]:
+        """Correlations of the tokens (`correlation` of V)."""
         return correlation(self.V)
 
     @property
     def stopped_share(self) -> float:
+        """The share of paths that stopped."""
         return self.stopped.isfinite().double().mean().item()
 
     @property

@@ -41,6 +41,7 @@ class Advice:
         return (found.below is None or self.judge(found.below) == "safe") and (found.above is None or self.judge(found.above) == "unsafe")
 
     def judge(self, row: Row) -> str:
+        """A row's verdict for the share that was asked for: "safe", "unsafe" or "open"."""
         return row.verdict(self.question.share)
 
     @property

@@ -21,6 +21,8 @@ FILE, PAGE = "diagnosis.json", "diagnosis.html"
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
+    """What a model does to its tokens and gradients, layer by layer, and what is wrong with that."""
+
     observation: Observation
     bands: Bands
     findings: tuple[Finding, ...]

@@ -274,6 +274,8 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
 
 
 class ShapedForMaskedLM(ShapedLanguageModel):
+    """An encoder that predicts masked tokens."""
+
     causal = False
 
     @can_return_tuple
@@ -295,6 +297,8 @@ class ShapedForMaskedLM(ShapedLanguageModel):
 
 
 class ShapedForCausalLM(ShapedLanguageModel, GenerationMixin):
+    """A decoder that predicts the next token, and generates."""
+
     causal = True
 
     @can_return_tuple

@@ -113,6 +113,7 @@ class ShapedAttention(ResidualLayer):
         check_rope_width(self.rope, sizes.keys(self.heads))
 
     def tau(self, n: int, n_k: int) -> float:
+        """The temperature at these widths."""
         return self.tau0 * math.sqrt(n * n_k if self.temperature else n_k)
 
     def branch(self, L: Factor, sizes: Sizes, stream: Stream) -> tuple[Factor, ...]:

@@ -42,6 +42,7 @@ class Sizes:
             whole_number("n_k", self.n_k)
 
     def keys(self, heads: int) -> int:
+        """n_k, or its default for this number of heads."""
         return self.n // heads if self.n_k is None else self.n_k
 
 
@@ -59,10 +60,12 @@ class Layer(ABC):
 
     @property
     def layers(self) -> tuple[Layer, ...]:
+        """The layers that this one is a chain of: itself, unless it is a `Chain`."""
         return (self,)
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
+        """Those of `limit`, as few as have the same sum."""
         return merge_terms(self.limit())
 
     def drift(self, V: Matrix) -> Matrix:
@@ -126,6 +129,7 @@ class ResidualLayer(Layer):
 
     @property
     def shortcut(self) -> float:
+        """The weight of the shortcut: `lam`, or its default."""
         return math.sqrt(1.0 - self.gamma**2) if self.lam is None else self.lam
 
     @abstractmethod

@@ -73,6 +73,7 @@ class ResidualBlock(Layer):
 
     @property
     def pairs(self) -> Iterator[tuple[Branch, Norm | None]]:
+        """The branches, each with the norm before it."""
         assert isinstance(self.branches, tuple)
         assert isinstance(self.norm, tuple)
         return zip(self.branches, self.norm, strict=True)

@@ -106,6 +106,7 @@ class FeedForwardBranch(Branch):
 
     @property
     def function(self) -> Callable[[Tensor], Tensor]:
+        """The activation as a function of single features."""
         return FUNCTIONS[self.activation] if isinstance(self.activation, str) else self.activation
 
     def covariance(self, entering: Point, n: int, stream: Stream) -> tuple[Covariance, None]:

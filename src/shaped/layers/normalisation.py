@@ -72,6 +72,7 @@ class Norm:
         return self.kind != "rms"
 
     def module(self, width: int, dtype: torch.dtype | None = None) -> nn.Module:
+        """The norm as a module of PyTorch."""
         return RandomNorm(self.kind, width, self.eps, self.gain, self.alpha, dtype)
 
 

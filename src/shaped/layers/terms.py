@@ -22,6 +22,8 @@ Dense = Float[Tensor, "*batch p p"]
 
 
 class Term(ABC):
+    """A summand of a covariance SDE, with a drift, a noise and a step that stays positive semi-definite."""
+
     @abstractmethod
     def drift(self, V: Matrix) -> Matrix:
         """b(V)."""

@@ -52,6 +52,7 @@ class ShapedTransformerBlock(nn.Module):
             add_gain(self, name, start, train_gains)
 
     def reset_parameters(self) -> None:
+        """Sets the gains to their initial values."""
         for name, start in self.start.items():
             nn.init.constant_(getattr(self, name), start)
 

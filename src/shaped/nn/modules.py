@@ -195,6 +195,7 @@ class ShapedSelfAttention(nn.Module):
         return simple and self.qk_gains is None and short_attention.fits(x, self.splits[0] // self.heads)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
+        """`shaped_attention` with the module's gains, scale and dropout."""
         gamma1, gamma2 = (0.0, 0.0) if self.shaping is None else self.shaping()
         dropout = self.dropout if self.training else 0.0
         return shaped_attention(

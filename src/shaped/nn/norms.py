@@ -40,6 +40,7 @@ class DyT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Sets alpha, gain and bias to their initial values."""
         nn.init.constant_(self.alpha, self.start)
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)

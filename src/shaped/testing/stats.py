@@ -20,6 +20,7 @@ def seed(literal: int) -> int:
 
 
 def generator(literal: int) -> torch.Generator:
+    """A generator on the CPU with this `seed`."""
     return torch.Generator().manual_seed(seed(literal))
 
 

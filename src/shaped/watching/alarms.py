@@ -57,6 +57,8 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Alarm:
+    """A layer, or the loss, beyond a threshold, or on its way there. `print` shows it with what to try."""
+
     kind: str
     step: int
     layer: str
@@ -68,9 +70,11 @@ class Alarm:
 
     @property
     def advice(self) -> str:
+        """What to try."""
         return ADVICE[self.kind]
 
     def to_json(self) -> dict[str, Any]:
+        """A line of watch.jsonl. A number that is not finite is None."""
         return asdict(self) | {"value": finite_or_none(self.value), "advice": self.advice}
 
     def __str__(self) -> str:

@@ -14,6 +14,8 @@ from shaped.files import check_entries
 
 @dataclass(frozen=True)
 class Row:
+    """What was measured at one step of a training run."""
+
     step: int
     """Counted from 0: how many updates the weights had."""
     loss: float | None
@@ -24,6 +26,7 @@ class Row:
 
     @classmethod
     def of(cls, step: int, loss: float | None, stacks: tuple[StackObservation, ...]) -> Row:
+        """From the layers that were observed during the step."""
         found: dict[str, dict[str, float]] = {name: {} for name in CURVES}
         for stack in stacks:
             for name, values in list_curves(stack).items():
@@ -42,6 +45,7 @@ class Row:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Row:
+        """From what `to_json` made."""
         check_entries("a row", line, step=int)
         layers = {name: values for name, values in line.items() if isinstance(values, dict)}
         numbers = {name: {layer: none_to_nan(value) for layer, value in values.items()} for name, values in layers.items()}

@@ -38,6 +38,7 @@ class WatchCallback(LayerLogCallback):
 
     @property
     def alarms(self) -> list[Alarm]:
+        """Those of this training so far."""
         return [] if self.watcher is None else self.watcher.alarms
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -40,6 +40,7 @@ class Result:
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON; `of` reads it."""
         return asdict(self)
 
     @classmethod
@@ -58,10 +59,12 @@ class Result:
 
     @classmethod
     def read(cls, path: Path) -> Result:
+        """From the result.json of a run. A damaged file is refused."""
         return read_result(path)[0]
 
     @property
     def name(self) -> str:
+        """The model, or the schedule of a shaped one, as tables name it."""
         return name_kind(self.settings | {"model": self.model, "schedule": self.schedule})
 
 

@@ -227,6 +227,7 @@ class Settings:
         return asdict(self) | {"tau0": self.choose_tau0()}
 
     def to_toml(self) -> str:
+        """The text of a file that `from_toml` reads."""
         chosen = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items() if value is not None}
         return "".join(f"{name} = {_to_toml(value)}\n" for name, value in chosen.items())
 
