@@ -44,6 +44,11 @@ class Outcome:
     count: int
 
 
+def begin_work() -> None:
+    """In a new process. This module must not import torch: its threads are counted when it is loaded, and two pages share the cores."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+
+
 def find_blocks(text: str) -> Iterator[Block]:
     for found in FENCE.finditer(text):
         language, code, output = found.groups()

@@ -7,7 +7,6 @@ and `make docs` makes warnings errors. `-D run_blocks=0` leaves them out, to loo
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -20,7 +19,7 @@ import mathml
 import options
 import reference
 from gallery import make_page
-from pages import ROOT, Outcome, find_blocks, run_page
+from pages import ROOT, Outcome, begin_work, find_blocks, run_page
 
 logger = logging.getLogger(__name__)
 WORKERS = 2
@@ -67,10 +66,6 @@ class Runs:
         self.pool.shutdown()
         slowest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(taken.items(), key=lambda one: -one[1])[:8])
         logger.info("blocks of %d pages, %.1f s in all, two at a time: %s", len(taken), sum(taken.values()), slowest)
-
-
-def begin_work() -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
 
 
 def start_runs(app: Sphinx) -> None:
