@@ -99,7 +99,7 @@ print(found.verdicts)
 # %%
 tau0 = WIDTH**-0.5
 advice = shaped.advise(n=WIDTH, d=DEPTH, m=TOKENS, heads=HEADS, tau0=tau0, share=0.1, seed=0)
-print(advice.sentence)
+print(*advice.sentence.split(". "), sep=".\n")
 
 # %% [markdown]
 # ## Shape it
@@ -122,6 +122,9 @@ axes[0].legend()
 figure.savefig(out / "correlations-and-gradients-of-both-models-before-training.png")
 
 # %% [markdown]
+# Correlations stay where they were.
+# Gradients of the shaped model are large, and larger in its first layers: γ is at its limit, which we shall meet again.
+#
 # ## Train, and watch
 #
 # The same optimiser and the same batches for all.
@@ -161,7 +164,7 @@ curves["shaped, QK-norm"] = train(better)
 for name, (losses, rows) in curves.items():
     last = list(rows[-1].quantities["correlation"].values())[-1]
     print(
-        f"{name}: {len(losses)} steps, loss {losses[0]:.1f} to {sum(losses[-10:]) / 10:.1f}, correlation behind the last layer {last:.1f}"
+        f"{name}: {len(losses)} steps, loss {losses[0]:.1f} to {sum(losses[-10:]) / 10:.1f}, correlation behind the last layer {last:.2f}"
     )
 
 # %%
@@ -171,7 +174,7 @@ for (name, (losses, rows)), colour in zip(curves.items(), (VERMILION, GREY, BLUE
     axes[1].plot([row.step for row in rows], [list(row.quantities["correlation"].values())[-1] for row in rows], "o-", color=colour)
 axes[0].axhline(3.4, color=GREY, linestyle=":", linewidth=1)
 axes[0].set(xlabel="step", ylabel="loss, mean of ten steps", ylim=(2.8, 4.2))
-axes[1].set(xlabel="step", ylabel="correlation behind the last layer", ylim=(-0.05, 1.05))
+axes[1].set(xlabel="step", ylabel="correlation at the end", ylim=(-0.05, 1.05))
 axes[0].legend(fontsize=7)
 figure.savefig(out / "loss-and-correlation-while-the-models-train.png")
 

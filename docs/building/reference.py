@@ -154,25 +154,29 @@ def write_signature(thing: Any, bound: bool = False) -> str:
         return ""
     signature = inspect.signature(thing)
     given = list(signature.parameters.values())[1 if bound else 0 :]
-    parameters = [one.replace(annotation=Source(one.annotation), default=Source(one.default)) for one in given]
-    returned = signature.empty if inspect.isclass(thing) else Source(signature.return_annotation)
+    parameters = [one.replace(annotation=Source.of_type(one.annotation), default=Source.of_value(one.default)) for one in given]
+    returned = signature.empty if inspect.isclass(thing) else Source.of_type(signature.return_annotation)
     return str(signature.replace(parameters=parameters, return_annotation=returned))
 
 
-class Source:
-    """A value whose repr is what one would write for it; `inspect.signature` shows it so."""
+class Source(str):
+    """Text whose repr is itself; `inspect.signature` shows types and defaults by their repr."""
 
-    def __new__(cls, value: Any) -> Any:
-        return value if value is inspect.Parameter.empty else super().__new__(cls)
+    __repr__ = str.__str__
 
-    def __init__(self, value: Any):
-        self.value = value
+    @classmethod
+    def of_type(cls, annotation: Any) -> Any:
+        """Annotations are strings, as the source has them, but for those of a module without postponed evaluation."""
+        if annotation is inspect.Parameter.empty:
+            return annotation
+        return cls(annotation if isinstance(annotation, str) else getattr(annotation, "__name__", repr(annotation)))
 
-    def __repr__(self) -> str:
-        if isinstance(self.value, str):
-            return self.value if re.fullmatch(r"[\w\[\]., |'\"*#-]+", self.value) and not self.value.islower() else repr(self.value)
-        text = repr(self.value)
-        return getattr(self.value, "__name__", "...") if text.startswith("<") else text
+    @classmethod
+    def of_value(cls, default: Any) -> Any:
+        if default is inspect.Parameter.empty:
+            return default
+        text = repr(default)
+        return cls(getattr(default, "__name__", "...") if text.startswith("<") else text)
 
 
 def write_object(kind: str, module: str, signature: str, text: str) -> str:
