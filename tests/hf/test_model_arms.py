@@ -69,7 +69,7 @@ def test_qk_norm_has_the_usual_temperature_by_default(block, tmp_path):
     assert model.layers[0].block.attention.scale == pytest.approx((N // HEADS) ** -0.5)
     assert made(ShapedModel, block=block).config.tau0 == 1.0
     made(ShapedModel, block=block, qk_norm=True, tau0=1.0).save_pretrained(tmp_path)
-    kept = ShapedModel.from_pretrained(tmp_path)
+    kept: Any = ShapedModel.from_pretrained(tmp_path)
     assert kept.layers[0].block.attention.scale == pytest.approx((N * N // HEADS) ** -0.5)
 
 
