@@ -100,6 +100,8 @@ print(found.verdicts)
 tau0 = WIDTH**-0.5
 advice = shaped.advise(n=WIDTH, d=DEPTH, m=TOKENS, heads=HEADS, tau0=tau0, share=0.1, seed=0)
 print(*advice.sentence.split(". "), sep=".\n")
+assert advice.best is not None
+gamma = advice.best.gamma
 
 # %% [markdown]
 # ## Shape it
@@ -108,7 +110,7 @@ print(*advice.sentence.split(". "), sep=".\n")
 
 # %%
 torch.manual_seed(0)
-model = Decoder(shaped.nn.ShapedDecoder(DEPTH, WIDTH, HEADS, gamma=advice.best.gamma, tau0=tau0))
+model = Decoder(shaped.nn.ShapedDecoder(DEPTH, WIDTH, HEADS, gamma=gamma, tau0=tau0))
 again = shaped.diagnose(model, (ids[:, :-1],), seeds=0)
 print(again)
 
@@ -133,7 +135,7 @@ figure.savefig(out / "correlations-and-gradients-of-both-models-before-training.
 
 
 # %%
-def train(model, steps=80):
+def train(model, steps=60):
     optimizer, generator, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.Generator().manual_seed(1), []
     with shaped.watch(model, every=10, stop=True) as watcher:
         for _ in range(steps):
@@ -159,7 +161,7 @@ curves = {"Post-LN": train(plain), "shaped": train(model)}
 
 # %%
 torch.manual_seed(0)
-better = Decoder(shaped.nn.ShapedDecoder(DEPTH, WIDTH, HEADS, gamma=advice.best.gamma, tau0=tau0, qk_norm=True))
+better = Decoder(shaped.nn.ShapedDecoder(DEPTH, WIDTH, HEADS, gamma=gamma, tau0=tau0, qk_norm=True))
 curves["shaped, QK-norm"] = train(better)
 for name, (losses, rows) in curves.items():
     last = list(rows[-1].quantities["correlation"].values())[-1]

@@ -66,7 +66,8 @@ def look(site: Path, pages: dict[Path, Page], browser_path: str) -> Iterator[str
         tab.on("pageerror", lambda error: errors.append(str(error)))
         for file in pages:
             name = file.relative_to(site)
-            asked.clear(), errors.clear()
+            asked.clear()
+            errors.clear()
             tab.goto(file.as_uri(), wait_until="load")
             yield from (f"{name} asks for {url}" for url in asked if not url.startswith(("file:", "data:")))
             yield from (f"{name}: {error}" for error in errors)

@@ -93,7 +93,7 @@ def run_block(block: Block, module: ModuleType) -> tuple[str, str]:
     if block.language == "console":
         commands = [line[2:] for line in block.code.splitlines() if line.startswith("$ ")]
         printed = "".join(f"$ {command}\n{run_command(command)}" for command in commands)
-        return tuple(DURATION.sub("…", text) for text in (printed, block.code))  # times are not the same twice
+        return DURATION.sub("…", printed), DURATION.sub("…", block.code)  # times are not the same twice
     return run_code(block.code, module), block.shown
 
 

@@ -111,8 +111,8 @@ class Entry:
         rows = []
         for node, after in zip(self.class_body, [*self.class_body[1:], None], strict=True):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and "ClassVar" not in ast.unparse(node.annotation):
-                told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
-                about = f": {join_lines(after.value.value)}" if told else ""
+                told = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+                about = f": {join_lines(told)}" if isinstance(told, str) else ""
                 rows.append(f"- `{node.target.id}`, `{ast.unparse(node.annotation)}`{about}")
         if rows:
             yield "Fields:\n\n" + "\n".join(rows)
