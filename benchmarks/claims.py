@@ -43,6 +43,8 @@ def collect(folders: list[Path], only_pictures: bool = False) -> None:
     """Takes the figures of these folders into the results, beside what is there, and draws their pictures."""
     found: dict[str, dict[str, dict[str, Any]]] = {"paper": {}, "quick": {}}
     for folder in folders:
+        if not any((folder / f"{id}.json").exists() for id in FIGURES + TRAINED):
+            raise ValueError(f"folders must be of `shaped reproduce`, got {folder}, which has no figure")
         for id in FIGURES + TRAINED:
             if (folder / f"{id}.json").exists():
                 summary = read_summary(folder / f"{id}.json")

@@ -81,6 +81,29 @@ def test_how_a_page_is_drawn_and_described_does_not_count(copy):
     assert changes(copy)
 
 
+def test_what_shows_counts_where_compute_uses_it(copy):
+    """Else stale numbers would stand beside new code: a page whose `compute` calls its `describe`, or takes from the style of pictures."""
+    page = copy / "figures" / "pages" / "fig1.py"
+    before = page.read_text()
+    for use, change in (
+        ("describe({}, {})", lambda: edit(page, r"(def describe\(.*\n)", r"\1    print('a change')\n")),
+        ("from shaped.figures.harness.style import WIDE", lambda: edit(copy / "figures" / "harness" / "style.py")),
+    ):
+        page.write_text(before)
+        edit(page, r"(def compute\(.*\n)", rf"\1    {use}\n")
+        hash_code.cache_clear()
+        used = hash_code(FIG1, copy)
+        change()
+        hash_code.cache_clear()
+        assert hash_code(FIG1, copy) != used, use
+
+
+def test_a_decorated_function_is_left_out_with_its_decorator(copy):
+    page = copy / "figures" / "pages" / "fig1.py"
+    edit(page, r"(?=def describe\()", "@staticmethod\n")
+    assert not changes(copy)
+
+
 def test_a_file_that_moves_is_still_seen(copy):
     """Into a folder that no one has listed, also where a function imports it late."""
     (copy / "figures" / "elsewhere").mkdir()

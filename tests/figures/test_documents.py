@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from refusals import refused
 from shaped.figures.harness.claims import count, verdict
 from shaped.figures.harness.reproduce import FIGURES, TRAINED
 
@@ -42,3 +43,8 @@ def test_pages_say_what_the_results_have(page):
 def test_every_figure_with_claims_has_its_table():
     names = {match[1] for match in tool().MARKED.findall((ROOT / "docs" / "figures.md").read_text())}
     assert names == {*FIGURES, "fig6", "table1", "paper figures", "quick run"}  # table2 has no claims
+
+
+def test_a_folder_without_figures_is_refused(tmp_path):
+    with refused("folders", str(tmp_path)):
+        tool().collect([tmp_path])

@@ -9,7 +9,7 @@ from tiny import SETTINGS
 
 from shaped.figures.harness import cache, reproduce, simulator
 from shaped.figures.harness.simulator import Simulator
-from shaped.figures.pages import fig2, gradients
+from shaped.figures.pages import fig2, fig5, gradients
 from shaped.figures.shared import ensembles, laws
 from shaped.layers import attention, logits, masks
 from shaped.testing.stats import generator, seed
@@ -134,6 +134,22 @@ def test_fig5_and_fig8_stability_falls_with_gamma_and_grows_with_tau0():
     value = values(computed("fig8"))
     assert value["fig8.gamma.gain"] > 0.5
     assert value["fig8.tau0.gain"] > 0.5
+
+
+def test_fig5_how_finely_paths_are_drawn_changes_no_claim(monkeypatch):
+    """The ensembles of which the stopping times are judged are the same, with no path recorded."""
+    judged, drawn = [], []
+    monkeypatch.setattr(fig5, "simulate_stopping_times", lambda ensemble, face: judged.append(repr(ensemble)) or np.linspace(0.1, 1.0, 5))
+    monkeypatch.setattr(fig5, "simulate_largest_eigenvalues", lambda ensemble, face: drawn.append(ensemble.record) or np.zeros((2, 1)))
+    found = []
+    for frame in (1e-3, 1e-2):
+        monkeypatch.setattr(fig5, "FRAME", frame)
+        found.append(fig5.compute(SETTINGS["fig5"], Simulator(4, seed(7))).claims)
+    half = len(judged) // 2
+    assert judged[:half] == judged[half:]
+    assert all("record='last'" in ensemble for ensemble in judged)
+    assert set(drawn) == {1, 10}
+    assert found[0] == found[1]
 
 
 def test_attention_without_centring_is_noticed(monkeypatch):

@@ -139,3 +139,24 @@ def test_the_text_says_what_is_seen(id):
     fixed = {"gamma", "drawn", "bounds"}  # parts of other arrays' names
     halved = {name: array if name in fixed or array.dtype != float else array / 2 for name, array in arrays.items()}
     assert page.describe({"tokens": 4}, halved) != text
+
+
+def test_no_text_says_what_other_data_would_make_false():
+    """Falling percentiles, losses that rise, entropies above log 128, a model that the paper does not have, networks that all exploded."""
+    arrays = PICTURES["fig3"]().arrays
+    falling = arrays | {"percentile_network": arrays["percentile_network"][::-1]}
+    assert "rises" not in reproduce.load_page("fig3").describe({}, falling)
+    assert "fall" not in reproduce.load_page("table1").describe({}, PICTURES["table1"]().arrays)
+    arrays = PICTURES["fig6"]().arrays
+    high = {name: array + 5.0 if name.endswith("_entropy") else array for name, array in arrays.items()}
+    assert "below" not in reproduce.load_page("fig6").describe({}, high)
+    top = max(array.max() for name, array in high.items() if name.endswith("_entropy"))
+    assert reproduce.load_page("fig6").draw({}, high).axes[0].get_ylim()[1] > top > math.log(128)
+    arrays = PICTURES["table2"]().arrays
+    assert "no paper's" in reproduce.load_page("table2").describe({}, arrays | {"paper": np.full_like(arrays["paper"], np.nan)})
+    arrays = PICTURES["fig7"]().arrays
+    gone = arrays | {"V_network_density": np.zeros_like(arrays["V_network_density"])}
+    text = reproduce.load_page("fig7").describe({}, gone)
+    assert "the network has no density" in text
+    assert len(text) < 200
+    assert "temperature lie on each other" not in reproduce.load_page("fig4").describe({}, PICTURES["fig4"]().arrays)

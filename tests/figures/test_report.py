@@ -14,11 +14,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from refusals import refused
 from shaped.figures.harness import cache, reproduce
 from shaped.figures.harness.claims import judge
 from shaped.figures.harness.page import Result
 from shaped.figures.harness.report import render, write_report
-from shaped.figures.harness.report.news import describe_news, read_state
+from shaped.figures.harness.report.news import describe_news, read_state, take_state
 from shaped.figures.harness.simulator import Simulator
 
 BAD = "<script>&\"'"
@@ -181,7 +182,7 @@ def test_every_field_is_escaped():
     rows = [row | {"verdict": BAD, "reason": BAD}, row | {"verdict": "fails", "reason": f"must be {BAD} 1: {BAD}"}]
     summary = dict.fromkeys(("title", "shows", "scale", "tokens", "seed", "device", "version"), BAD)
     page = make_page(rows, **summary, settings={BAD: [BAD]}, table={"columns": [BAD], "rows": [[BAD]]})
-    text = render({BAD: page}, {BAD: make_picture(seen=BAD)}, news=BAD, docs=BAD)
+    text = render({BAD: page}, {BAD: make_picture(seen=BAD)}, news=BAD, docs=BAD, damaged=[BAD])
     assert BAD not in text
     assert "<script" not in text
     Reader(text)
@@ -208,21 +209,67 @@ def test_the_last_line_says_where_to_look_and_what_is_new(tmp_path):
     assert report() == "nothing new since the last report"
     write_page(tmp_path, "fig7", 0.6)
     write_page(tmp_path, "fig8", 0.5)
-    assert report() == "new since the last report: fig7 (other numbers, same verdicts), fig8 (first time)"
+    assert report() == "new since the last report: fig7 (other numbers, same verdicts), fig8 (not in the last one)"
     write_page(tmp_path, "fig7", 2.0)
     (tmp_path / "fig8.json").unlink()
     assert report() == "new since the last report: fig7 (1 verdict changed), fig8 (no longer in it)"
 
 
-def test_a_report_that_cannot_be_read_is_none(tmp_path):
+def test_what_changed_in_a_figure_is_said():
+    """Not by its drawn arrays alone, which are of one number of tokens."""
+    claims = make_claims("fig1", (0.0, 0.5), (0.1, 0.6))
+    moved = [claims[0] | {"value": 0.3}, *claims[1:]]
+    before = take_state({"fig1": make_page(claims)})
+    for page, words in (
+        (make_page(claims), ""),
+        (make_page(moved), "other numbers, same verdicts"),
+        (make_page(claims, table={"columns": ["x"], "rows": [[1]]}), "other numbers, same verdicts"),
+        (make_page(claims, scale="paper", arrays_sha256="1" * 64), "scale paper, before quick, other numbers, same verdicts"),
+        (make_page(make_claims("fig1", (2.0, 2.5), (0.1, 0.6), (0.1, 0.6))), "1 verdict changed, 1 claim more"),
+        (make_page(claims[1:]), "1 claim gone"),
+    ):
+        expected = f"new since the last report: fig1 ({words})" if words else "nothing new since the last report"
+        assert describe_news(before, take_state({"fig1": page})) == expected
+
+
+def test_a_report_that_cannot_be_read_says_nothing_of_what_is_new(tmp_path):
     path = tmp_path / "report.html"
     assert read_state(path) == {}
     path.write_bytes(b"\xff")
-    assert read_state(path) == {}
-    for content in ("", "{", "[1]", "{&quot;fig1&quot;: 3}", "{&quot;a b&quot;: {}}", "[" * 10_000):
+    assert read_state(path) is None
+    for content in ("", "{", "[1]", "{&quot;fig1&quot;: 3}", "{&quot;fig1&quot;: {}}", "{&quot;a b&quot;: {}}", "[" * 10_000):
         path.write_text(f'<meta name="shaped-figures" content="{content}">')
-        assert read_state(path) == {}, content[:10]
-    assert describe_news({}, {"fig1": {"arrays": ""}}) == "all figures are new"
+        assert read_state(path) is None, content[:10]
+    assert "not known what is new" in write_report(tmp_path, ()).line
+    assert read_state(path) == {}, "a report without figures"
+    assert describe_news({}, take_state({"fig1": PAGES["fig1"]})) == "all figures are new"
+
+
+def test_a_report_without_figures_or_without_claims_does_not_say_that_all_hold(tmp_path):
+    nothing = write_report(tmp_path, reproduce.FIGURES)
+    assert nothing.line.endswith("no claims; there are no figures")
+    assert "Figures: none." in nothing.path.read_text()
+    for text in (nothing.path.read_text(), render({"table2": make_page([], tokens=None)}, {"table2": make_picture()})):
+        assert "Every claim holds" not in text
+        assert "There are no claims." in text
+        Reader(text)
+
+
+def test_a_damaged_figure_is_named_in_the_report(tmp_path):
+    write_page(tmp_path, "fig7", 0.5)
+    write_page(tmp_path, "fig8", 0.5)
+    (tmp_path / "fig8.png").unlink()
+    text = write_report(tmp_path, reproduce.FIGURES).path.read_text()
+    assert "Damaged, and not in this report: fig8 (fig8.png must be a whole PNG" in text
+    Reader(text)
+
+
+def test_a_claim_that_would_hide_another_is_refused(tmp_path):
+    key = reproduce.make_key("fig7", "quick", Simulator())
+    rows = [judge("fig7.law", 4, "words", value, (value, value), at_most=1.0) for value in (0.5, 2.0)]
+    cache.save(tmp_path, "fig7", key, Result({"x": np.zeros(1)}, rows), 1.0)
+    with refused("fig7.json", "'fig7.law.m4' twice"):
+        cache.read_summary(tmp_path / "fig7.json")
 
 
 @pytest.fixture(scope="module")

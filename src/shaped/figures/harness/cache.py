@@ -80,6 +80,9 @@ def read_summary(path: Path) -> dict[str, Any]:
     _check_tokens(name, summary)
     for row in summary["claims"]:
         _check_claim(f"a claim in {name}", row)
+    ids = [row["id"] for row in summary["claims"]]
+    for twice in (id for id in ids if ids.count(id) > 1):  # one would hide the other in a table
+        raise ValueError(f"{name} must have claims with ids of their own, got {twice!r:.60} twice")
     if summary["table"]:
         _check_table(f"the table in {name}", summary["table"])
     return summary

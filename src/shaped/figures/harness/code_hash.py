@@ -2,7 +2,8 @@
 
 The code is found by following imports from the page's module, also those inside functions. A file that is moved or added is thus seen
 without a list to keep up to date, and a change elsewhere leaves the page's cache valid. The package's own `__init__` imports everything:
-of it only the names count that are used, `shaped.solve` and the like. The functions of a page that only show its numbers do not count.
+of it only the names count that are used, `shaped.solve` and the like. The functions of a page that only show its numbers do not count, nor
+does what they alone import: a picture is drawn again on every run.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from pathlib import Path
 import shaped
 
 ROOT = Path(shaped.__file__).parent
-DRAWING = {"shaped.figures.harness.style"}
-"""Modules that only draw. A picture is drawn again on every run, so a change here needs no new numbers."""
 SHOWING = {"draw", "describe"}
-"""Functions of a page's module that only show its numbers."""
+"""Functions of a page's module that only show its numbers, unless others of its functions use them."""
 
 
 @cache
@@ -40,7 +39,7 @@ def list_sources(module: str, root: Path = ROOT) -> list[Path]:
         name = waiting.pop()
         name = exported.get(name, name)
         path = find_source(name, root)
-        if path is None or name in found or name in DRAWING:
+        if path is None or name in found:
             continue
         found[name] = path
         waiting += list_imports(read_source(path, root))
@@ -50,14 +49,19 @@ def list_sources(module: str, root: Path = ROOT) -> list[Path]:
 
 
 def read_source(path: Path, root: Path) -> bytes:
-    """A file; of a page without the functions that show its numbers."""
+    """A file; of a page without the functions that only show its numbers."""
     source = path.read_bytes()
     if path.parent != root / "figures" / "pages":
         return source
+    body = ast.parse(source).body
+    showing = [node for node in body if isinstance(node, ast.FunctionDef) and node.name in SHOWING]
+    used = {name.id for node in body if node not in showing for name in ast.walk(node) if isinstance(name, ast.Name)}
+    if used & SHOWING:  # what computes calls what shows: then all of it counts
+        return source
     lines = source.splitlines(keepends=True)
-    for node in reversed(ast.parse(source).body):
-        if isinstance(node, ast.FunctionDef) and node.name in SHOWING:
-            del lines[node.lineno - 1 : node.end_lineno]
+    for node in reversed(showing):
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        del lines[first - 1 : node.end_lineno]
     return b"".join(lines)
 
 

@@ -110,5 +110,7 @@ def sort_densities(axes: Axes) -> list[Any]:
 def describe_densities(arrays: dict[str, np.ndarray], name: str, symbol: str) -> str:
     """What is seen of them: where the network's is highest, and how far the SDE's is from it."""
     grid, network, sde = (arrays[f"{name}_{array}"] for array in ("network_grid", "network_density", "sde_density"))
-    peak, gap = grid[network.argmax()], np.abs(network - sde).max() / max(network.max(), 1e-300)
-    return f"the network's density is highest near {symbol} = {peak:.2g}, and the SDE's differs by at most {gap:.0%} of it"
+    if network.max() <= 0.0:  # nothing is left of networks that all exploded
+        return f"the network has no density, the SDE's is {'none either' if sde.max() <= 0.0 else f'highest near {grid[sde.argmax()]:.2g}'}"
+    peak, gap = grid[network.argmax()], np.abs(network - sde).max() / network.max()
+    return f"the network's density is highest near {symbol} = {peak:.2g}, and the SDE's differs by up to about {gap:.0%} of that height"

@@ -160,7 +160,7 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
     high = arrays["percentile_network"][:, 0]
     gap = np.abs(high - arrays["percentile_sde"][:, 0]).max()
     return (
-        f"Left: one density for each γ, highest near ρ = {', '.join(peaks)}. Right: the 95th percentile rises from "
-        f"{high[0]:.2g} at γ = {arrays['gamma'][0]:g} to {high[-1]:.2g} at γ = {arrays['gamma'][-1]:g}; the SDE's curve is within "
-        f"{gap:.1g} of it."
+        f"Left: one density for each γ, highest near ρ = {', '.join(peaks)}. Right: the 95th percentile goes from "
+        f"{high[0]:.2g} at γ = {arrays['gamma'][0]:g} to {high[-1]:.2g} at γ = {arrays['gamma'][-1]:g}; the SDE's curve is up to "
+        f"about {gap:.1g} from it."
     )

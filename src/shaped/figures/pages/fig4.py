@@ -22,8 +22,8 @@ TITLE = "Each of the three modifications is needed"
 SHOWS = (
     "Attention alone, with every combination of the three modifications that shape it: identity (id), centring (centre), temperature "
     "(τ² = n·n_k in place of n_k). Mean absolute correlation and covariance against depth; on the right the covariance near its start, "
-    "enlarged. As in the paper, the combinations whose covariance explodes for lack of centring are left out on the left. Combinations "
-    "that differ only in their temperature lie nearly on each other: one is broad and pale, the other dashed. "
+    "enlarged. As in the paper, the combinations whose covariance explodes for lack of centring are left out on the left. But for the "
+    "shaped one, combinations that differ only in their temperature lie nearly on each other: one is broad and pale, the other dashed. "
     "Of the shaped networks a few in a thousand explode and carry the mean, so their median is drawn too (dotted)."
 )
 
@@ -150,7 +150,8 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
 
 
 def choose_line(name: str) -> dict[str, Any]:
-    """Two combinations that differ only in their temperature lie on each other: one is broad and pale, the other thin and dashed on it."""
+    """But for the shaped one, combinations that differ only in their temperature lie on each other: one is broad and pale, the other thin
+    and dashed on it."""
     if name == SHAPED:
         return {"linewidth": 2.0, "zorder": 3}
     if name == "id+centre":
@@ -164,7 +165,8 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
     return (
         f"At layer {arrays['layer'][-1]:.0f}, left, mean absolute correlation: {rho}. Middle, mean absolute covariance on a logarithmic "
         f"axis: {sizes}. Right, the same enlarged near 1: the median of the shaped networks, dotted, ends at "
-        f"{arrays['V_median'][-1]:.2g}. Curves with and without the temperature lie on each other, one broad and one dashed."
+        f"{arrays['V_median'][-1]:.2g}. But for the shaped one, a curve with the temperature is broad, and "
+        "the one without it dashed."
     )
 
 

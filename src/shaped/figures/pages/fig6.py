@@ -99,6 +99,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     keys = [name.removesuffix("_steps") for name in arrays if name.endswith("_steps")]
     rates = sorted({float(key.split("_")[2]) for key in keys})
     colours = dict(zip(rates, pick_ordered_colours(len(rates)), strict=True))
+    highest = max([UNIFORM, *(np.nan_to_num(arrays[f"{key}_entropy"]).max() for key in keys)])  # longer sequences have more
     for row_of, model in zip(panels, MODELS, strict=True):
         for axes, layer in zip(row_of, LAYERS, strict=True):
             for key in keys:
@@ -121,7 +122,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     for axes in panels[1]:
         axes.set_xlabel("step")
     for axes in panels[:, 0]:
-        axes.set(ylabel=QUANTITIES["entropy"].label, ylim=(0, 1.05 * UNIFORM))
+        axes.set(ylabel=QUANTITIES["entropy"].label, ylim=(0, 1.05 * highest))
     return figure
 
 
@@ -133,4 +134,4 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
         said = f"{arrays[f'{key}_entropy'][-1]:.2g} nats at step {arrays[f'{key}_steps'][-1]:.0f} (rate {rate}{diverged})"
         ends.setdefault(f"{runs.label(model)}, layer {layer}", []).append(said)
     listed = "; ".join(f"{panel}: {', '.join(of)}" for panel, of in ends.items())
-    return f"Curves of entropy below the line of uniform attention, {UNIFORM:.2f} nats, one for each run. They end at: {listed}."
+    return f"Curves of entropy, one for each run; the line of uniform attention is at {UNIFORM:.2f} nats. They end at: {listed}."

@@ -144,6 +144,6 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
 
     entry, wide = (arrays[f"entry_{name}_density"].max() for name in ("network", "wide"))
     return (
-        f"Left, one entry: {describe_densities(arrays, 'entry', 'X')}; it is {entry:.2g} there, that of infinite width, grey, {wide:.2g}. "
+        f"Left, one entry: {describe_densities(arrays, 'entry', 'X')}; it is {entry:.2g} high, that of infinite width, grey, {wide:.2g}. "
         f"Right, the product of two tokens' entries on a logarithmic axis: {describe_densities(arrays, 'product', 'X·X')}."
     )

@@ -141,4 +141,4 @@ def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
     names, depth, steps, loss = (arrays[name] for name in ("name", "depth", "steps", "test_loss"))
     rows = zip(names, depth, steps, loss, strict=True)
     losses = ", ".join(f"{name} (depth {d:.0f}, {s:.0f} steps) {value:.3g}" for name, d, s, value in rows)
-    return f"Left: test losses of the longest runs, which fall with the steps. Right: test losses in nats at the end: {losses}."
+    return f"Left: test losses of the longest runs against their steps. Right: test losses in nats at the end: {losses}."

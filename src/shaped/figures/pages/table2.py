@@ -66,6 +66,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
 
 
 def describe(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
-    rows = zip(arrays["task"], arrays["name"], arrays["mean"], arrays["paper"], strict=True)
-    scores = "; ".join(f"{task}, {str(name).replace('$', '')}: {mean:.3g}, paper {paper:.3g}" for task, name, mean, paper in rows)
+    papers = ["no paper's" if np.isnan(score) else f"paper {score:.3g}" for score in arrays["paper"]]
+    rows = zip(arrays["task"], arrays["name"], arrays["mean"], papers, strict=True)
+    scores = "; ".join(f"{task}, {str(name).replace('$', '')}: {mean:.3g}, {paper}" for task, name, mean, paper in rows)
     return f"Dots with bars for each model in three panels, crosses for the paper. {scores}."

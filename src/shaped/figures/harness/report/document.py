@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ BROAD = 1200
 """Pixels of a picture from which on it has several panels, and is not squeezed into the width of a phone."""
 RULES = f"""A claim holds if its whole 95 % interval lies on the right side of a threshold that was fixed before the run. It fails if the
 whole interval lies on the wrong side. With the threshold inside the interval it is not proved: these samples do not decide. Two laws agree
-within {TOLERANCE:g}; the interval of their distance is what was measured ± the band of one law. Each claim is checked for several numbers
-of tokens m, which the paper's captions do not give. Solid lines are networks, dashed lines the SDE."""
+within {TOLERANCE:g}; the interval of their distance is what was measured ± the band of one law. Most claims about simulations are checked
+for several numbers of tokens m, which the paper's captions do not give. Solid lines are networks, dashed lines the SDE, unless a legend
+says otherwise."""
 SCALES = {
     "paper": "at the paper's scale",
     "quick": "at the quick scale (fewer samples than the paper's, which prove less)",
@@ -47,7 +48,7 @@ class Report:
 
 def write_report(out: Path, ids: Iterable[str], say: Callable[[str], None] = print) -> Report:
     """Reports the pages with these ids that are in the folder, also those of earlier runs. Says which are damaged, and leaves them out."""
-    pages, pictures = {}, {}
+    pages, pictures, damaged = {}, {}, []
     for id in ids:
         if any(os.path.lexists(out / f"{id}.{kind}") for kind in ("json", "npz", "png")):
             try:
@@ -56,9 +57,11 @@ def write_report(out: Path, ids: Iterable[str], say: Callable[[str], None] = pri
                 pages[id] = summary
             except ValueError as error:
                 say(f"{id:<7} is not in the report: {error}")
+                damaged.append(f"{id} ({error})")
     path = out / "report.html"
     news = describe_news(read_state(path), take_state(pages))
-    write_atomically(path, lambda file: file.write(render(pages, pictures, news, find_docs(out)).encode()))
+    text = render(pages, pictures, news, find_docs(out), damaged)
+    write_atomically(path, lambda file: file.write(text.encode()))
     claims = describe_verdicts([row for summary in pages.values() for row in summary["claims"]])
     return Report(path, f"report: {path}: {claims}; {news}")
 
@@ -69,26 +72,33 @@ def find_docs(out: Path) -> str:
     return quote(Path(os.path.relpath(docs, out.resolve())).as_posix()) if all((docs / name).is_file() for name in DOCS) else ""
 
 
-def render(pages: dict[str, dict[str, Any]], pictures: dict[str, Picture], news: str = "", docs: str = "") -> str:
-    """The whole report as HTML, from the summaries and pictures of the pages by id. `docs` is the address of the documents, if known."""
+def render(
+    pages: dict[str, dict[str, Any]], pictures: dict[str, Picture], news: str = "", docs: str = "", damaged: Sequence[str] = ()
+) -> str:
+    """The whole report as HTML, from the summaries and pictures of the pages by id.
+
+    `docs` is the address of the documents, if known; `damaged` are figures that are left out, each with the reason.
+    """
     sections = "".join(render_section(id, summary, pictures[id]) for id, summary in pages.items())
-    body = f"{render_contents(pages)}<main>\n{render_summary(pages, news, docs)}{render_open_list(pages)}{sections}</main>"
+    body = f"{render_contents(pages)}<main>\n{render_summary(pages, news, docs, damaged)}{render_open_list(pages)}{sections}</main>"
     return render_document(TITLE, STYLE, body, images=True, meta=render_state(take_state(pages)))
 
 
-def render_summary(pages: dict[str, dict[str, Any]], news: str, docs: str) -> str:
+def render_summary(pages: dict[str, dict[str, Any]], news: str, docs: str, damaged: Sequence[str]) -> str:
     rows = [row for about in pages.values() for row in about["claims"]]
     counted = count(rows)
     cards = "".join(f"<li>{render_verdict(verdict, counted[verdict])}</li>" for verdict in VERDICTS)
     scales = {about["scale"]: sum(one["scale"] == about["scale"] for one in pages.values()) for about in pages.values()}
     made = ", ".join(f"{number} {describe_scale(scale)}" for scale, number in scales.items())
+    missing = f'<p class="bad">Damaged, and not in this report: {to_html("; ".join(damaged))}.</p>\n' if damaged else ""
     places = " · ".join(
         f'<a href="{to_html(f"{docs}/{name}")}">{to_html(words)}</a>' if docs else f"{to_html(words)} (<code>docs/{name}</code>)"
         for name, words in DOCS.items()
     )
+    said = f"{describe_verdicts(rows)}. {news and f'{news[0].upper()}{news[1:]}.'}"
     return (
-        f"<h1>{to_html(TITLE)}</h1>\n<p>{to_html(describe_verdicts(rows))}. {to_html(news and f'{news[0].upper()}{news[1:]}.')}</p>\n"
-        f'<ul class="counts">{cards}</ul>\n<p class="soft">Figures: {to_html(made)}. shaped {to_html(shaped.__version__)}.</p>\n'
+        f"<h1>{to_html(TITLE)}</h1>\n<p>{to_html(said[0].upper() + said[1:])}</p>\n{missing}"
+        f'<ul class="counts">{cards}</ul>\n<p class="soft">Figures: {to_html(made or "none")}. shaped {to_html(shaped.__version__)}.</p>\n'
         f'<p class="soft"><a href="{PAPER}" rel="noopener noreferrer">The paper (arXiv 2306.17759)</a> · {places}</p>\n'
         f"<details><summary>How a verdict is made</summary><p>{to_html(RULES)}</p></details>\n"
     )
@@ -101,7 +111,7 @@ def render_open_list(pages: dict[str, dict[str, Any]]) -> str:
     for verdict, title in ((FAILS, "Fails"), (NOT_PROVED, "Not proved")):
         if table := render_open_claims(f"Claims: {title.lower()}", claims, verdict):
             parts += f"<h3>{title}</h3>\n{table}"
-    none = "<p>Every claim holds.</p>\n"
+    none = f"<p>{'Every claim holds' if any(claims.values()) else 'There are no claims'}.</p>\n"
     return f'<section id="{OPEN}"><h2>What fails, and what is open</h2>\n{parts or none}</section>\n'
 
 
