@@ -85,6 +85,28 @@ def check_chart(chart: dict) -> None:
     assert all("\n" not in note for note in [*chart["notes"], chart["about"]])
 
 
+def test_a_cancelled_question_ends_between_any_two_panels_of_the_laws():
+    """What is drawn of 2048 paths takes tenths of a second in all, with no step of a simulation between."""
+    breaths, found = 0, []
+
+    def breathe(steps: int) -> None:
+        nonlocal breaths
+        breaths += 1
+
+    for _ in ANSWERS["laws"](Plan(parse_question(SMALL), 0), breathe):
+        found.append(breaths)
+    assert len(set(found)) == len(found) == len(UNITS["laws"])
+
+
+def test_less_time_is_never_for_more_samples():
+    """Also where the overhead of the layers alone takes more than the time."""
+    plan = Plan(parse_question({"width": "512", "depth": "512", "tokens": "32", "heads": "4"}), 1)
+    with mock.patch("shaped.explore.plan.NORMAL", 1e-9):
+        counts = [plan.count(seconds, 1, 10**6) for seconds in (0.01, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)]
+    assert counts == sorted(counts)
+    assert counts[0] == counts[2] < counts[-1]
+
+
 def test_correlations_are_those_of_solve_and_propagate(charts):
     plan = Plan(parse_question(SMALL), 2)
     block, V0 = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5), shaped.equicorrelated(3, 0.2)

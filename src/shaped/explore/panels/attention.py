@@ -12,7 +12,7 @@ from shaped.layers import ShapedAttention
 from shaped.nn.diagnostics import softmax_entropy
 from shaped.nn.functional import logit_bias
 
-ENTRIES = 2**20
+ENTRIES = 2**17
 """Of the attention matrices that are drawn at once. More would take longer than a cancelled question may."""
 PREVIEWED, MOST = 2**19, 2**23
 """Of all of them, in the preview and later."""

@@ -33,8 +33,11 @@ def answer_laws(plan: Plan, breathe: Breathe) -> Iterator[Found]:
     samples = min(one.V.shape[1] for one in laws.values())
     layers = {role: one.t * asked.width for role, one in laws.items()}
     yield Found("paths", samples, draw_correlations(laws, layers, asked.depth))
+    breathe(0)
     yield Found("density", samples, draw_density(laws, plan))
+    breathe(0)
     yield Found("eigenvalue", samples, draw_eigenvalues(laws, layers, asked.depth))
+    breathe(0)
     yield Found("entropy", samples, draw_entropies(laws, layers, plan, breathe))
 
 
