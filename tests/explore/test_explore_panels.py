@@ -197,6 +197,25 @@ def test_a_cell_is_outlined_only_with_its_proof():
     assert any(map(any, cells["outlined"]))
 
 
+def test_a_proof_has_fresh_networks_and_goes_down_until_it_holds():
+    """By counts that a stand-in gives: with few networks none fails; with many some do at the largest gamma, as `advise` may find too."""
+    plan = Plan(parse_question(SMALL | {"qk_norm": "true"}), 1)
+    simulated = []
+
+    def stand_in(plan, block, scales, breathe, fresh):
+        gamma, count = block.layers[0].gamma, len(scales)
+        simulated.append((gamma, count, fresh))
+        V = torch.eye(3, dtype=torch.float64).repeat(1, count, 1, 1)
+        V[:, : 5 if fresh and gamma > 0.6 else 0] *= 1e3
+        return shaped.Trajectory(torch.ones(1), V, torch.full((count,), math.inf))
+
+    with mock.patch("shaped.explore.panels.safety.simulate", stand_in), mock.patch("shaped.explore.plan.NORMAL", 1e-9):
+        cells = [*ANSWERS["map"](plan, lambda steps: None)][-1].chart["series"][0]
+    assert {count for _, count, fresh in simulated if fresh} == {299}
+    assert all(fresh == (count == 299) for _, count, fresh in simulated)
+    assert cells["outlined"] == [[False, False, False, True, False]] * 5
+
+
 def test_entropy_of_uniform_attention_is_one_and_falls_with_the_temperature():
     def median(tau0: float) -> float:
         return series(answer(SMALL | {"tau0": str(tau0), "mask": "causal"}, "laws", 1)["entropy"], "line", "network")["y"][0]
