@@ -60,7 +60,7 @@ def answer_map(plan: Plan, breathe: Breathe) -> Iterator[Found]:
     if tried:
         notes = [
             f"outlined: {proof} networks prove, with 95 % confidence, that less than {100 * judge.share:g} % fail",
-            "smaller gammas of a row have no proof of their own: more are taken to fail at a larger gamma, as advise does",
+            "smaller gammas are not tried: fewer are taken to fail there, as in advise",
         ]
     if candidates:
         notes += [f"no proof: {proof} networks for each of {count_places(candidates)} cells take too long here; shaped advise does it"]
