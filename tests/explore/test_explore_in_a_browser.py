@@ -217,6 +217,22 @@ def test_the_address_keeps_the_question(readers: Readers):
     assert page.input_value("#field-mask") == "causal"
 
 
+def test_a_question_at_the_ends_of_the_form_stays_in_sight_and_in_the_address(readers: Readers):
+    page = readers.open(SMALL + "&gamma=0.01")
+    wait_for_stage(page, 0)
+    point, picture = (page.locator(f"#panel-map svg {part}").first.bounding_box() for part in (".point.outside", ".cell"))
+    assert point
+    assert picture
+    assert point["x"] + point["width"] / 2 == pytest.approx(picture["x"], abs=1.0)  # gamma is left of the map
+    asked = page.url
+    page.press("#skip", "Enter")
+    assert page.evaluate("document.activeElement.id") == "panels"
+    assert page.url == asked
+    page.goto(readers.address + SMALL + "&qk_norm=constructor")
+    page.wait_for_selector("[data-field=qk_norm].bad")
+    assert page.inner_text("#message-qk_norm") == "qk_norm must be true or false, got constructor"
+
+
 def write_hostile_answer() -> str:
     """An answer whose every text is markup."""
     axis = {"label": HOSTILE, "scale": "linear"}

@@ -85,6 +85,28 @@ def check_chart(chart: dict) -> None:
     assert all("\n" not in note for note in [*chart["notes"], chart["about"]])
 
 
+def test_a_cancelled_question_ends_between_any_two_panels_of_the_laws():
+    """What is drawn of 2048 paths takes tenths of a second in all, with no step of a simulation between."""
+    breaths, found = 0, []
+
+    def breathe(steps: int) -> None:
+        nonlocal breaths
+        breaths += 1
+
+    for _ in ANSWERS["laws"](Plan(parse_question(SMALL), 0), breathe):
+        found.append(breaths)
+    assert len(set(found)) == len(found) == len(UNITS["laws"])
+
+
+def test_less_time_is_never_for_more_samples():
+    """Also where the overhead of the layers alone takes more than the time."""
+    plan = Plan(parse_question({"width": "512", "depth": "512", "tokens": "32", "heads": "4"}), 1)
+    with mock.patch("shaped.explore.plan.NORMAL", 1e-9):
+        counts = [plan.count(seconds, 1, 10**6) for seconds in (0.01, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0)]
+    assert counts == sorted(counts)
+    assert counts[0] == counts[2] < counts[-1]
+
+
 def test_correlations_are_those_of_solve_and_propagate(charts):
     plan = Plan(parse_question(SMALL), 2)
     block, V0 = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5), shaped.equicorrelated(3, 0.2)
@@ -175,9 +197,33 @@ def test_a_cell_is_outlined_only_with_its_proof():
     assert any(map(any, cells["outlined"]))
 
 
+def test_a_proof_has_fresh_networks_and_goes_down_until_it_holds():
+    """By counts that a stand-in gives: with few networks none fails; with many some do at the largest gamma, as `advise` may find too."""
+    plan = Plan(parse_question(SMALL | {"qk_norm": "true"}), 1)
+    simulated = []
+
+    def stand_in(plan, block, scales, breathe, fresh):
+        gamma, count = block.layers[0].gamma, len(scales)
+        simulated.append((gamma, count, fresh))
+        V = torch.eye(3, dtype=torch.float64).repeat(1, count, 1, 1)
+        V[:, : 5 if fresh and gamma > 0.6 else 0] *= 1e3
+        return shaped.Trajectory(torch.ones(1), V, torch.full((count,), math.inf))
+
+    with mock.patch("shaped.explore.panels.safety.simulate", stand_in), mock.patch("shaped.explore.plan.NORMAL", 1e-9):
+        cells = [*ANSWERS["map"](plan, lambda steps: None)][-1].chart["series"][0]
+    assert {count for _, count, fresh in simulated if fresh} == {299}
+    assert all(fresh == (count == 299) for _, count, fresh in simulated)
+    assert cells["outlined"] == [[False, False, False, True, False]] * 5
+
+
 def test_entropy_of_uniform_attention_is_one_and_falls_with_the_temperature():
     def median(tau0: float) -> float:
-        return series(answer(SMALL | {"tau0": str(tau0), "mask": "causal"}, "laws", 1)["entropy"], "line", "network")["y"][0]
+        chart = answer(SMALL | {"tau0": str(tau0), "mask": "causal"}, "laws", 1)["entropy"]
+        least = min(value for one in chart["series"] for value in one.get("low", one.get("y")))
+        low, high = chart["y"]["low"], chart["y"]["high"]
+        assert low < least < 1.0 < high  # the axis has room on both sides of the curves, and is no longer than they need
+        assert 1.0 - low <= max(2e-3, 1.2 * (1.0 - least))
+        return series(chart, "line", "network")["y"][0]
 
     assert median(20.0) == pytest.approx(1.0, abs=1e-4)
     assert median(0.05) < 0.9

@@ -211,6 +211,19 @@ def test_a_lost_worker_is_one_error_and_is_replaced():
     run_with(1, work)
 
 
+def test_workers_that_do_not_start_are_an_error_each_time_until_one_does():
+    async def work(client, explorer):
+        with mock.patch("shaped.explore.pool.COMMAND", ("-c", "raise SystemExit(1)")):
+            lines = await read_lines(client, gamma="0.25")  # the worker that ran ends, and none comes after it
+            assert "ended" in lines[-1]["error"]
+            for _ in range(2):
+                lines = await read_lines(client)
+                assert lines[-1]["error"].startswith("the process that computes does not start")
+        assert (await read_lines(client))[-1]["kind"] == "done"
+
+    run_with(1, work)
+
+
 def test_an_answer_ends_when_the_server_ends():
     async def work(client, explorer):
         asyncio.get_running_loop().call_later(0.3, explorer.ending.set)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from unittest import mock
 
 import pytest
 
@@ -10,6 +11,7 @@ from shaped.explore.fields import parse_question
 from shaped.explore.panels import ANSWERS
 from shaped.explore.units import UNITS
 from shaped.explore.worker import Worker
+from shaped.hf.prediction.families import make_config
 
 VALUES = parse_question({"width": "16", "depth": "4", "tokens": "2"}).values
 GPT2 = {"model_type": "gpt2", "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 50}
@@ -143,6 +145,16 @@ def test_a_config_gives_values_and_says_what_it_leaves_out():
     worker.hear({"job": 1, "unit": "config", "stage": 0, "values": {"text": json.dumps(GPT2)}})
     serve_next(worker)
     assert worker.said[0] == {"job": 1, "line": found}
+
+
+def test_a_short_config_takes_no_long_memory():
+    """transformers makes a name for each label, and in some families a word for each layer."""
+    with mock.patch("shaped.hf.prediction.families.make_config", wraps=make_config) as made:
+        assert read_values(json.dumps(GPT2 | {"num_labels": 10**9}))["values"]["width"] == 48
+        assert "num_labels" not in made.call_args.args[1]
+        for name in ("num_hidden_layers", "n_layer"):
+            assert read_values(json.dumps(GPT2 | {name: 10**9})) == {"error": f"{name} must be at most 512, got 1000000000"}
+        assert made.call_count == 1
 
 
 @pytest.mark.parametrize(

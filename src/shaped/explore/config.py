@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from shaped.explore.fields import parse_question
+from shaped.explore.fields import FIELDS, parse_question
 from shaped.files import check_entries, parse_json
 
 NAME = "config"
@@ -21,13 +21,24 @@ def read_values(text: str) -> dict[str, Any]:
         return {"error": " ".join(str(error).split())}
 
 
+def check_lengths(entries: dict[str, Any]) -> None:
+    """Takes off and refuses what transformers makes long lists of, one entry a label or a layer: a short text would fill the memory."""
+    entries.pop("num_labels", None)
+    most = next(field.high for field in FIELDS if field.name == "depth")
+    for name, value in entries.items():
+        if "layer" in name and isinstance(value, int) and value > (most or 0):
+            raise ValueError(f"{name} must be at most {most}, got {value}")
+
+
 def read_sizes_of(text: str) -> dict[str, Any]:
     if not find_spec("transformers"):
         raise ValueError("config needs transformers (pip install 'shaped-transformer[hf]')")
     from shaped.hf.prediction.families import make_config
     from shaped.hf.prediction.sizes import read_sizes
 
-    sizes = read_sizes(make_config(NAME, check_entries(NAME, parse_json(NAME, text))), PROBE)
+    entries = check_entries(NAME, parse_json(NAME, text))
+    check_lengths(entries)
+    sizes = read_sizes(make_config(NAME, entries), PROBE)
     plain_mask = sizes["mask"] is None or isinstance(sizes["mask"], str)
     values = {
         "width": sizes["n"],

@@ -34,9 +34,13 @@ class Plan:
     stage: int
 
     def count(self, seconds: float, least: int, most: int, cost: float = 1.0) -> int:
-        """The power of two of samples that about so many seconds are enough for; `cost` is that of a layer over a plain forward pass."""
+        """The power of two of samples that about so many seconds are enough for; `cost` is that of a layer over a plain forward pass.
+
+        One sample has the overhead of many. So they may always take a quarter of it, however little time it leaves.
+        """
         asked = self.question
-        left = seconds - cost * LAYER * asked.depth * (1 + asked.heads / HEADS)
+        overhead = cost * LAYER * asked.depth * (1 + asked.heads / HEADS)
+        left = max(seconds - overhead, overhead / 4)
         fits = left / (cost * NORMAL * asked.depth * asked.tokens * (asked.width + asked.tokens**2))
         return max(least, min(most, 2 ** max(0, int(fits).bit_length() - 1)))
 

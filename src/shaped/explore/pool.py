@@ -77,7 +77,7 @@ class Pool:
         self._waiting: dict[tuple[int, int], asyncio.Future[Worker]] = {}
         """By stage and number."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._stopping = False
+        self._stopping = self._dead = False
 
     async def start(self) -> None:
         """Starts the first worker. The others start when it is ready: side by side all of them would be ready later."""
@@ -127,13 +127,16 @@ class Pool:
 
     async def _take(self, number: int, stage: int) -> Worker:
         place = stage, number
+        if self._dead:  # what kept a worker from its start, such as a full memory, may be over
+            self._dead = False
+            self._start_task(self._add_worker())
         future = self._waiting[place] = asyncio.get_running_loop().create_future()
         self._dispatch()
         try:
             return await future
         except asyncio.CancelledError:
             self._waiting.pop(place, None)
-            if not future.cancelled():  # a worker was given in the same moment
+            if future.done() and not future.cancelled() and not future.exception():  # a worker was given in the same moment
                 self._release(future.result(), number)
             raise
 
@@ -168,8 +171,10 @@ class Pool:
             self._start_task(self._add_worker())
         elif not self._workers:
             for future in self._waiting.values():
-                future.set_exception(WorkerLost("the process that computes does not start: see the terminal of shaped explore"))
+                if not future.done():  # cancelled in this moment
+                    future.set_exception(WorkerLost("the process that computes does not start: see the terminal of shaped explore"))
             self._waiting.clear()
+            self._dead = True
 
     async def _add_worker(self) -> Worker:
         worker = Worker(self._dispatch, self._lost)

@@ -198,6 +198,11 @@ function connectButtons() {
     document.body.classList.remove("dropping");
     if (event.dataTransfer.files[0]) openConfig(event.dataTransfer.files[0]);
   });
+  // By hand: a link to a place of the page would take the question out of the address.
+  find("skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    find("panels").focus();
+  });
   addEventListener("popstate", () => form && restore());
 }
 

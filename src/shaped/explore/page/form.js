@@ -166,8 +166,8 @@ class SwitchControl extends Control {
   }
 
   set(given) {
-    const words = { true: true, 1: true, false: false, 0: false };
-    const value = words[String(given).toLowerCase()];
+    const words = new Map([["true", true], ["1", true], ["false", false], ["0", false]]);
+    const value = words.get(String(given).toLowerCase());
     this.complain(value === undefined ? `${this.field.name} must be true or false, got ${given}` : "");
     if (value !== undefined) this.input.checked = this.value = value;
   }

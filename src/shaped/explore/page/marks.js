@@ -111,6 +111,13 @@ function drawCells(layer, series, { x, y }) {
   if (outline) add(layer, "path", { d: outline, class: "outline" });
 }
 
+/** A point beyond the axes stands at their end, as a hollow ring: it is not where it is drawn. */
+function drawPoint(layer, series, { x, y }) {
+  const [across, up] = [x, y].map((scale, index) => Math.min(scale.high, Math.max(scale.low, index ? series.y : series.x)));
+  const outside = across !== series.x || up !== series.y;
+  add(layer, "circle", { cx: x(across), cy: y(up), r: 5, class: `point ${nameRole(series.role)}${outside ? " outside" : ""}` });
+}
+
 export function drawSeries(layer, series, scales, labels) {
   const role = nameRole(series.role);
   switch (series.kind) {
@@ -133,7 +140,7 @@ export function drawSeries(layer, series, scales, labels) {
       drawCells(layer, series, scales);
       break;
     case "point":
-      add(labels, "circle", { cx: scales.x(series.x), cy: scales.y(series.y), r: 5, class: `point ${role}` });
+      drawPoint(labels, series, scales);
       break;
   }
 }

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shaped.covariance import correlation
+from shaped.explore.charts import Series, draw_axis
 from shaped.explore.panels.unit import Breathe
 from shaped.explore.plan import Plan
 from shaped.layers import ShapedAttention
 from shaped.nn.diagnostics import softmax_entropy
 from shaped.nn.functional import logit_bias
 
-ENTRIES = 2**20
+ENTRIES = 2**17
 """Of the attention matrices that are drawn at once. More would take longer than a cancelled question may."""
 PREVIEWED, MOST = 2**19, 2**23
 """Of all of them, in the preview and later."""
 FEWEST = 4
+SHORTEST = 1e-3
+"""Of the axis of entropies: smaller differences from uniform attention are drawn as none."""
+
+
+def draw_entropy_axis(series: list[Series]) -> dict[str, Any]:
+    """From the least entropy to that of uniform attention, which is 1: most curves lie so close to it that an axis from 0 shows nothing."""
+    values = [value for one in series for name in ("y", "low", "high") for value in one.get(name, ()) if value is not None]
+    length = max(1.0 - min(values, default=1.0), SHORTEST)
+    return draw_axis("entropy / uniform", low=max(0.0, 1.0 - 1.1 * length), high=1.0 + 0.05 * length)
 
 
 def draw_entropy_shares(attention: ShapedAttention, V: Tensor, plan: Plan, breathe: Breathe, normalised: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shaped.explore.charts import Series, draw_axis, draw_chart, draw_spread
 from shaped.explore.networks import EXPLODED, NAMES, make_attentions, make_compared, make_start
-from shaped.explore.panels.attention import draw_entropy_shares
+from shaped.explore.panels.attention import draw_entropy_axis, draw_entropy_shares
 from shaped.explore.panels.laws import hide_stopped, mean_correlation
 from shaped.explore.panels.unit import Breathe, Found
 from shaped.explore.plan import PREVIEW_BLOCKS, Plan
@@ -39,13 +39,7 @@ def answer_blocks(plan: Plan, breathe: Breathe) -> Iterator[Found]:
     for panel, title, y, series, what in (
         ("blocks", "Blocks: correlation", draw_axis("mean ρ", high=1.0), rho, "Mean correlation of pairs of tokens"),
         ("blocks_length", "Blocks: length", draw_axis("length of the stream", "log"), length, "Root mean square length of the tokens"),
-        (
-            "blocks_entropy",
-            "Blocks: entropy",
-            draw_axis("entropy / uniform", low=0, high=1.02),
-            entropy,
-            "Entropy of attention",
-        ),
+        ("blocks_entropy", "Blocks: entropy", draw_entropy_axis(entropy), entropy, "Entropy of attention"),
     ):
         yield Found(panel, samples, draw_chart(title, layer, y, series, notes, ABOUT.format(what)))
 

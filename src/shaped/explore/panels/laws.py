@@ -13,7 +13,7 @@ from shaped.compare import compare
 from shaped.covariance import correlation
 from shaped.explore.charts import Chart, Series, as_list, as_number, draw_axis, draw_chart, draw_paths, draw_rule, draw_spread
 from shaped.explore.networks import EXPLODED, make_attention, make_block, make_start
-from shaped.explore.panels.attention import draw_entropy_shares
+from shaped.explore.panels.attention import draw_entropy_axis, draw_entropy_shares
 from shaped.explore.panels.unit import Breathe, Found
 from shaped.explore.plan import RESAMPLES, Plan
 from shaped.finite import propagate
@@ -33,8 +33,11 @@ def answer_laws(plan: Plan, breathe: Breathe) -> Iterator[Found]:
     samples = min(one.V.shape[1] for one in laws.values())
     layers = {role: one.t * asked.width for role, one in laws.items()}
     yield Found("paths", samples, draw_correlations(laws, layers, asked.depth))
+    breathe(0)
     yield Found("density", samples, draw_density(laws, plan))
+    breathe(0)
     yield Found("eigenvalue", samples, draw_eigenvalues(laws, layers, asked.depth))
+    breathe(0)
     yield Found("entropy", samples, draw_entropies(laws, layers, plan, breathe))
 
 
@@ -127,5 +130,5 @@ def draw_entropies(laws: dict[str, Trajectory], layers: dict[str, Tensor], plan:
         shares = hide_stopped(draw_entropy_shares(attention, one.V[:-1], plan, breathe), Trajectory(one.t[:-1], one.V[:-1], one.stopped))
         series += draw_spread(NAMES[role], role, layers[role][:-1], shares)
     about = "Entropy of the softmax, its mean over heads and queries, as a share of that of uniform attention, against the layer."
-    x, y = draw_axis("layer", low=0, high=plan.question.depth), draw_axis("entropy / uniform", low=0, high=1.02)
+    x, y = draw_axis("layer", low=0, high=plan.question.depth), draw_entropy_axis(series)
     return draw_chart("Entropy of attention", x, y, series, [], about)

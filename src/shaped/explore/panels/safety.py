@@ -27,6 +27,8 @@ GAMMAS = tuple(2.0 ** (step - 4.5) for step in range(5))
 TEMPERATURES = tuple(4.0**step for step in range(-2, 3))
 """From 1/16 to 16."""
 PREVIEW_STEPS = 6
+FRESH = 10**6
+"""Added to the seed of proofs; above every seed of the form."""
 Rows = dict[tuple[float, float], Row]
 """By gamma and tau0."""
 
@@ -46,17 +48,23 @@ def answer_map(plan: Plan, breathe: Breathe) -> Iterator[Found]:
     yield Found("map", plan.cell, draw_map(plan, judge, grid, rows, []))
     if plan.stage == 0:
         return
-    proof = count_for_proof(judge.share)
+    proof, left = count_for_proof(judge.share), plan.proof
     candidates = list_candidates(rows, grid, judge.share)
-    places = sum(map(len, candidates.values()))
-    if proof * places > plan.proof:
-        notes = [f"no proof: {proof} networks for each of {places} cells take too long here; shaped advise does it"]
-        candidates = {}
-    else:
-        notes = [f"outlined: {proof} networks prove, with 95 % confidence, that less than {100 * judge.share:g} % fail"]
-    for gamma, temperatures in candidates.items():
-        rows |= judge_gamma(plan, judge, gamma, temperatures, proof, breathe)
-    yield Found("map", proof if candidates else plan.cell, draw_map(plan, judge, grid, rows, notes), LAST)
+    while candidates and proof * count_places(candidates) <= left:
+        left -= proof * count_places(candidates)
+        for gamma, temperatures in candidates.items():
+            rows |= judge_gamma(plan, judge, gamma, temperatures, proof, breathe, fresh=True)
+        candidates = list_smaller(candidates, rows, grid, judge)
+    tried = left < plan.proof
+    notes = []
+    if tried:
+        notes = [
+            f"outlined: {proof} networks prove, with 95 % confidence, that less than {100 * judge.share:g} % fail",
+            "smaller gammas are not tried: fewer are taken to fail there, as in advise",
+        ]
+    if candidates:
+        notes += [f"no proof: {proof} networks for each of {count_places(candidates)} cells take too long here; shaped advise does it"]
+    yield Found("map", proof if tried else plan.cell, draw_map(plan, judge, grid, rows, notes), LAST)
 
 
 def make_judge(asked: Question) -> Judge:
@@ -72,29 +80,32 @@ def choose_grid(plan: Plan) -> Grid:
     return Grid(GAMMAS[::2] if coarse else GAMMAS, temperatures)
 
 
-def judge_gamma(plan: Plan, judge: Judge, gamma: float, temperatures: Sequence[float], count: int, breathe: Breathe) -> Rows:
-    """A row for each temperature, of so many samples.
+def judge_gamma(
+    plan: Plan, judge: Judge, gamma: float, temperatures: Sequence[float], count: int, breathe: Breathe, *, fresh: bool = False
+) -> Rows:
+    """A row for each temperature, of so many samples; `fresh`: of a seed that chose no candidate.
 
     Without QK-norm all of them are one simulation. Every layer but the logits is homogeneous in the tokens, and the logits depend on
     V/tau0 alone. So tokens of covariance V0/tau0 at temperature 1 are those of covariance V0 at tau0, divided by sqrt(tau0).
     """
     if plan.question.qk_norm:
         parts = [
-            simulate(plan, make_block(plan.question, gamma, tau0), torch.ones(count, dtype=torch.float64), breathe) for tau0 in temperatures
+            simulate(plan, make_block(plan.question, gamma, tau0), torch.ones(count, dtype=torch.float64), breathe, fresh)
+            for tau0 in temperatures
         ]
     else:
         scales = 1.0 / torch.tensor(temperatures, dtype=torch.float64).repeat_interleave(count)
-        paths = simulate(plan, make_block(plan.question, gamma, 1.0), scales, breathe)
+        paths = simulate(plan, make_block(plan.question, gamma, 1.0), scales, breathe, fresh)
         parts = [select(paths, slice(i * count, (i + 1) * count)) for i in range(len(temperatures))]
     law = "limit" if plan.stage == 0 else "network"
     return {(gamma, tau0): judge_paths(judge, law, gamma, tau0, part) for tau0, part in zip(temperatures, parts, strict=True)}
 
 
-def simulate(plan: Plan, block: Any, scales: torch.Tensor, breathe: Breathe) -> Trajectory:
+def simulate(plan: Plan, block: Any, scales: torch.Tensor, breathe: Breathe, fresh: bool) -> Trajectory:
     """From V0 times each of the scales, and divided by it again at the end."""
     asked = plan.question
     start = make_start(asked) * scales[:, None, None]
-    options: dict[str, Any] = {"seed": asked.seed, "record": "last", "progress": breathe, "dtype": torch.float32}
+    options: dict[str, Any] = {"seed": asked.seed + FRESH * fresh, "record": "last", "progress": breathe, "dtype": torch.float32}
     if plan.stage == 0:
         # Euler's steps are cheap also where paths explode, and need not be right there.
         paths = solve(block, start, T=asked.time, steps=PREVIEW_STEPS, method="euler", check=False, **options)
@@ -124,6 +135,17 @@ def list_candidates(rows: Rows, grid: Grid, share: float) -> dict[float, list[fl
     return found
 
 
+def list_smaller(tried: dict[float, list[float]], rows: Rows, grid: Grid, judge: Judge) -> dict[float, list[float]]:
+    """After proofs that failed the next smaller gammas, as in `advise`."""
+    failed = {gamma: [tau0 for tau0 in each if not is_proved(rows[gamma, tau0], judge)] for gamma, each in tried.items()}
+    smaller = {larger: gamma for gamma, larger in pairwise(grid.gammas)}
+    return {smaller[gamma]: each for gamma, each in failed.items() if each and gamma in smaller}
+
+
+def count_places(candidates: dict[float, list[float]]) -> int:
+    return sum(map(len, candidates.values()))
+
+
 def draw_map(plan: Plan, judge: Judge, grid: Grid, rows: Rows, notes: list[str]) -> Chart:
     asked = plan.question
     cells = [[rows[gamma, tau0] for gamma in grid.gammas] for tau0 in grid.temperatures]
@@ -136,7 +158,7 @@ def draw_map(plan: Plan, judge: Judge, grid: Grid, rows: Rows, notes: list[str])
             "y_edges": find_edges(grid.temperatures),
             "values": [[row.share for row in line] for line in cells],
             "labels": [[describe_cell(row, what, judge.share) for row in line] for line in cells],
-            "outline": "proved safe",
+            "outline": "largest γ, proved safe",
             "outlined": [[is_proved(row, judge) for row in line] for line in cells],
         },
         {"kind": "point", "name": "this question", "role": "here", "x": asked.gamma, "y": asked.tau0},
