@@ -2,14 +2,16 @@
 
 import io
 import json
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from shaped.explore.config import read_values
 from shaped.explore.fields import parse_question
+from shaped.explore.first_answer import find_first_lines
 from shaped.explore.panels import ANSWERS
-from shaped.explore.units import UNITS
+from shaped.explore.units import STAGES, UNITS
 from shaped.explore.worker import Worker
 from shaped.hf.prediction.families import make_config
 
@@ -172,3 +174,29 @@ def test_a_config_that_cannot_be_read_is_refused_in_one_line(text, error):
     assert set(found) == {"error"}
     assert found["error"].startswith(error)
     assert "\n" not in found["error"]
+
+
+def test_the_answer_that_the_page_opens_with_is_what_a_worker_computes():
+    """`python benchmarks/explore_first_answer.py` writes it anew after a change of the panels."""
+    values = parse_question({}).values
+    worker = Heard()
+    for number, unit in enumerate(STAGES[0]):
+        worker.hear({"job": number, "unit": unit, "stage": 0, "values": values})
+        serve_next(worker)
+    computed = [message["line"] | {"seconds": 0.0} for message in worker.said if "line" in message]
+    shipped, now = flatten(find_first_lines(values)), flatten(computed)
+    numbers = {place for place, value in now.items() if isinstance(value, float)}
+    assert {place: value for place, value in shipped.items() if place not in numbers} == {
+        place: value for place, value in now.items() if place not in numbers
+    }
+    wrong = {place for place in numbers if shipped[place] != pytest.approx(now[place], rel=1e-6, abs=1e-9)}  # processors round differently
+    assert wrong == set()
+    assert find_first_lines(values | {"gamma": 0.3}) == []
+
+
+def flatten(value, path: str = "") -> dict[str, Any]:
+    """Numbers and texts by their places."""
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        return {place: part for name, inner in parts for place, part in flatten(inner, f"{path}/{name}").items()}
+    return {path: value}

@@ -10,6 +10,7 @@ from typing import Any
 
 from shaped.explore.code import write_command, write_python
 from shaped.explore.fields import Question
+from shaped.explore.first_answer import find_first_lines
 from shaped.explore.pool import Pool, WorkerLost
 from shaped.explore.units import STAGES
 
@@ -21,7 +22,10 @@ async def answer(pool: Pool, asked: Question) -> AsyncGenerator[Line, None]:
     """The lines in order. Units of one stage are computed side by side; the next stage begins when all have ended."""
     began = time.perf_counter()
     yield {"kind": "question", "values": asked.values, "python": write_python(asked), "command": write_command(asked)}
-    for stage in range(len(STAGES)):
+    ready = find_first_lines(asked.values)
+    for line in ready:
+        yield line
+    for stage in range(1 if ready else 0, len(STAGES)):
         async with aclosing(run_stage(pool, asked, stage)) as lines:
             async for line in lines:
                 yield line
