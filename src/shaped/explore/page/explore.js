@@ -204,6 +204,9 @@ function connectButtons() {
     find("panels").focus();
   });
   addEventListener("popstate", () => form && restore());
+  // A page that is left may be kept by the browser for some seconds, with its question; if it comes back, it asks again.
+  addEventListener("pagehide", () => asker.stop());
+  addEventListener("pageshow", (event) => event.persisted && form && asker.ask(form.values));
 }
 
 async function start() {
