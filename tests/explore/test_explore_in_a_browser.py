@@ -118,6 +118,7 @@ def read_table(page: Page, panel: str) -> dict[str, list[str]]:
     """The numbers of a panel, by column; SDE and networks may have layers of their own."""
     if page.get_attribute(f"#panel-{panel} details", "open") is None:
         page.click(f"#panel-{panel} summary")
+    page.locator(f"#panel-{panel} table").first.wait_for()  # the tables come with the event, after the click
     tables = [table.locator("tr").all_inner_texts() for table in page.locator(f"#panel-{panel} table").all()]
     return {name: list(column) for rows in tables for name, *column in zip(*(row.split("\t") for row in rows), strict=True)}
 

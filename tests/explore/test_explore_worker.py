@@ -177,7 +177,7 @@ def test_a_config_that_cannot_be_read_is_refused_in_one_line(text, error):
 
 
 def test_the_answer_that_the_page_opens_with_is_what_a_worker_computes():
-    """`python benchmarks/explore_first_answer.py` writes it anew after a change of the panels."""
+    """`python docs/building/explore_first_answer.py` writes it anew after a change of the panels."""
     values = parse_question({}).values
     worker = Heard()
     for number, unit in enumerate(STAGES[0]):

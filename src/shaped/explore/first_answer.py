@@ -1,6 +1,6 @@
 """The coarse answer to the question that the page opens with, computed before: it is shown while the workers still load torch.
 
-`python benchmarks/explore_first_answer.py` computes it anew. A test compares it with what a worker computes.
+`python docs/building/explore_first_answer.py` computes it anew. A test compares it with what a worker computes.
 """
 
 from __future__ import annotations

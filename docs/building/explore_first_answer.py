@@ -1,6 +1,6 @@
 """Computes the coarse answer that the page of `shaped explore` opens with: src/shaped/explore/first_answer.json.
 
-python benchmarks/explore_first_answer.py
+python docs/building/explore_first_answer.py
 """
 
 from __future__ import annotations
