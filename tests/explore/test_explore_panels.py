@@ -236,7 +236,10 @@ def test_entropy_of_an_attention_layer_is_that_of_its_module():
     V = shaped.equicorrelated(3, 0.2)
     drawn = layer.entropy(V.expand(count, 3, 3), n=n, seed=1)
     generator = torch.Generator().manual_seed(2)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
     Q, _ = torch.linalg.qr(normal(n, 3))
     X = math.sqrt(n) * torch.linalg.cholesky(V) @ Q.T
     queries, keys = (X @ normal(count, heads, n, n // heads) / math.sqrt(n) for _ in range(2))
