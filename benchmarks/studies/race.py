@@ -34,7 +34,9 @@ DIVERGED = math.log(32_000)
 TOKENS = 128  # of a row
 TUNING: dict[str, Any] = {"steps": 4000, "evaluate_every": 4000, "observe_every": 1000, "keep": 0, "seed": 0}
 FINAL: dict[str, Any] = {"steps": 20_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 1, "checkpoint_every": 5000}
-LONG: dict[str, Any] = FINAL | {"seed": 0}
+# Tuning looks at the last test loss only; a checkpoint is written when the time is over.
+LONG: dict[str, Any] = FINAL | {"seed": 0, "evaluate_every": 10_000, "observe_every": 10_000, "checkpoint_every": 20_000}
+UPWARD = {"preln-qk", "prerms-qk"}  # twice the rate comes before half of it there: saves a run where the best is above the start, finds the same
 QUIET: dict[str, Any] = {"save_model": False, "tensorboard": False}
 
 Choice = tuple[str, dict[str, Any]]
@@ -108,13 +110,16 @@ def lengthen(name: str, measure: Measure) -> dict[str, Any]:
             return measure(f"{name}-full-{label}-{rate:g}", LONG | set_rate(start, rate))
 
         losses = {start["lr"]: run(start["lr"])}
-        rate = _extend(losses, run)
+        rate = _extend(losses, run, first=2.0 if name in UPWARD else 0.5)
         found.append((losses[rate], set_rate(start, rate)))
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _extend(losses: dict[float, float], measure: Callable[[float], float]) -> float:
-    """The best learning rate, after the grid has grown by factors of 2 until the best is inside."""
+def _extend(losses: dict[float, float], measure: Callable[[float], float], *, first: float = 0.5) -> float:
+    """The best learning rate, after the grid has grown by factors of 2 until the best is inside. A single rate gets its `first` multiple first."""
+    if len(losses) == 1:
+        rate = first * next(iter(losses))
+        losses[rate] = measure(rate)
     while (rate := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
         rate = rate / 2 if rate == min(losses) else rate * 2
         losses[rate] = measure(rate)
