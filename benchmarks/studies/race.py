@@ -36,7 +36,8 @@ TUNING: dict[str, Any] = {"steps": 4000, "evaluate_every": 4000, "observe_every"
 FINAL: dict[str, Any] = {"steps": 20_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 1, "checkpoint_every": 5000}
 # Tuning looks at the last test loss only; a checkpoint is written when the time is over.
 LONG: dict[str, Any] = FINAL | {"seed": 0, "evaluate_every": 10_000, "observe_every": 10_000, "checkpoint_every": 20_000}
-UPWARD = {"preln-qk", "prerms-qk"}  # twice the rate comes before half of it there: saves a run where the best is above the start, finds the same
+# Of these arms an earlier probe had a better run than the grid, with `embedding_lr` = 1 and this rate: they get it as a third start.
+PROBED = {"preln-qk": 2e-3, "prerms-qk": 2e-3}
 QUIET: dict[str, Any] = {"save_model": False, "tensorboard": False}
 
 Choice = tuple[str, dict[str, Any]]
@@ -99,10 +100,12 @@ def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
 
 
 def lengthen(name: str, measure: Measure) -> dict[str, Any]:
-    """The best settings at the finals' length: those of the grid's best rate and the tuned ones, each with its rate tuned again."""
+    """The best settings at the finals' length: those of the grid's best rate, the tuned ones and a probe's, each with its rate tuned again."""
     starts = {"grid": tune(name, measure, free=False), "tuned": tune(name, measure)}
     if starts["grid"] == starts["tuned"]:
         del starts["grid"]
+    if name in PROBED:
+        starts["probe"] = set_rate(ARMS[name].settings | SLOW_EMBEDDING[1], PROBED[name])
     found: list[tuple[float, dict[str, Any]]] = []
     for label, start in starts.items():
 
@@ -110,13 +113,16 @@ def lengthen(name: str, measure: Measure) -> dict[str, Any]:
             return measure(f"{name}-full-{label}-{rate:g}", LONG | set_rate(start, rate))
 
         losses = {start["lr"]: run(start["lr"])}
-        rate = _extend(losses, run, first=2.0 if name in UPWARD else 0.5)
+        rate = _extend(losses, run, first=2.0 if name in PROBED else 0.5)
         found.append((losses[rate], set_rate(start, rate)))
     return min(found, key=lambda pair: pair[0])[1]
 
 
 def _extend(losses: dict[float, float], measure: Callable[[float], float], *, first: float = 0.5) -> float:
-    """The best learning rate, after the grid has grown by factors of 2 until the best is inside. A single rate gets its `first` multiple first."""
+    """The best learning rate, after the grid has grown by factors of 2 until the best is inside.
+
+    A grid of one rate grows by `first` times that rate first.
+    """
     if len(losses) == 1:
         rate = first * next(iter(losses))
         losses[rate] = measure(rate)
@@ -210,20 +216,21 @@ LONG_RUNS = ["arm", "settings", "seeds", "test loss", "95 % interval", "ms a ste
 
 def _format_long_runs(known: dict[str, RunRecord]) -> list[list[str]]:
     """A row for each arm and settings of the finals' length, the lowest loss first."""
-    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    groups: dict[tuple[str, str, bool], list[RunRecord]] = {}
     for name, run in known.items():
         if run.settings["steps"] == FINAL["steps"] and run.result is not None:
             arm = max((arm for arm in ARMS if name.startswith(f"{arm}-")), key=len)
             usual = DEFAULTS | {"lr": None, "tau0": run.settings["width"] ** -0.5 if run.settings["qk_norm"] else TAU0}
             shown = {key: run.settings[key] for key in SHOWN if run.settings[key] != usual[key]}
-            groups.setdefault((arm, _format_settings(shown)), []).append(run)
+            is_tuning = run.settings["seed"] == LONG["seed"]
+            groups.setdefault((arm, _format_settings(shown), is_tuning), []).append(run)
     rows = []
-    for (arm, shown), runs in groups.items():
+    for (arm, shown, is_tuning), runs in groups.items():
         losses = [run.result.test_loss for run in runs if run.result is not None]
         mean = statistics.mean(losses)
         reach = student(len(losses) - 1) * statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.inf
         interval = f"{mean - reach:.3f} to {mean + reach:.3f}" if len(losses) > 1 else "one seed"
-        seeds = ", ".join(str(run.settings["seed"]) for run in runs)
+        seeds = "0 (tuning)" if is_tuning else ", ".join(str(run.settings["seed"]) for run in runs)
         pace = statistics.median(milliseconds_a_step(run) for run in runs)
         rows.append((mean, [f"`{arm}`", shown, seeds, f"{mean:.3f}", interval, f"{pace:.2f}"]))
     return [cells for _, cells in sorted(rows)]
