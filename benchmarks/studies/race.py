@@ -100,7 +100,7 @@ def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
 
 
 def lengthen(name: str, measure: Measure) -> dict[str, Any]:
-    """The best settings at the finals' length: those of the grid's best rate, the tuned ones and a probe's, each with its rate tuned again."""
+    """The best settings at the finals' length. The starts: the grid's best rate, the tuned settings, a probe's; each has its rate tuned again."""
     starts = {"grid": tune(name, measure, free=False), "tuned": tune(name, measure)}
     if starts["grid"] == starts["tuned"]:
         del starts["grid"]
