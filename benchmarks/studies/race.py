@@ -100,7 +100,7 @@ def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
 
 
 def lengthen(name: str, measure: Measure) -> dict[str, Any]:
-    """The best settings at the finals' length. The starts: the grid's best rate, the tuned settings, a probe's; each has its rate tuned again."""
+    """The best settings at the finals' length, with the rate tuned again from the grid's best, the tuned settings and a probe's."""
     starts = {"grid": tune(name, measure, free=False), "tuned": tune(name, measure)}
     if starts["grid"] == starts["tuned"]:
         del starts["grid"]

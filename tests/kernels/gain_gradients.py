@@ -7,6 +7,8 @@ from torch import Tensor
 
 from shaped.kernels import fused_block
 from shaped.kernels.fused_block import Block, BlockFunction, Gains, Matrix
+from shaped.kernels.long_attention import LongAttention
+from shaped.kernels.short_attention import ShortAttention
 from shaped.kernels.side_stream import SideStream
 from shaped.testing.stats import Z, assert_mean
 
@@ -22,6 +24,7 @@ class Shape:
     heads: int
     kept: int | None = None  # tokens that leave the block; all of them if None
     qk_eps: float | None = None
+    causal: bool = False  # with rotary positions: the kernels of long sequences
 
 
 def find_relative_errors(shape: Shape, device: str, dtype: torch.dtype, learned: Gains[bool], generator: torch.Generator) -> Tensor:
@@ -39,14 +42,9 @@ def find_relative_errors(shape: Shape, device: str, dtype: torch.dtype, learned:
     weights = {name: draw(*size, std=size[1] ** -0.5) for name, size in sizes.items()}
     matrices = {name: Matrix(weight, torch.empty_like(weight)) for name, weight in weights.items()}
     exact_matrices = {name: Matrix(weight.double(), weight) for name, weight in weights.items()}
-    settings = {
-        "heads": shape.heads,
-        "scale": (n // shape.heads) ** -0.5,
-        "side_stream": SideStream(),
-        "last": True,
-        "qk_eps": shape.qk_eps,
-    }
-    block, exact_block = Block(**matrices, **settings), Block(**exact_matrices, **settings)
+    settings = {"side_stream": SideStream(), "last": True}
+    attention, exact_attention = make_attention(shape, device, torch.float32), make_attention(shape, device, torch.float64)
+    block, exact_block = Block(**matrices, **settings, attention=attention), Block(**exact_matrices, **settings, attention=exact_attention)
     x, places = draw(shape.batch, shape.m, n), None
     if shape.kept is not None:
         places = torch.stack([torch.randperm(shape.m, generator=generator)[: shape.kept] for _ in range(shape.batch)]).to(device)
@@ -66,6 +64,15 @@ def find_relative_errors(shape: Shape, device: str, dtype: torch.dtype, learned:
     found = torch.cat(torch.autograd.grad(y, wanted, dy.view_as(y))).double()
     expected = expected[torch.tensor(learned, device=device)]
     return ((found - expected) / expected).cpu()
+
+
+def make_attention(shape: Shape, device: str, dtype: torch.dtype) -> ShortAttention | LongAttention:
+    D = shape.width // shape.heads
+    settings = shape.heads, D**-0.5, shape.qk_eps
+    if not shape.causal:
+        return ShortAttention(*settings)
+    angles = torch.arange(shape.m, device=device)[None, :, None] * 2.0 ** -torch.arange(D // 2, device=device, dtype=torch.float64)
+    return LongAttention(*settings, shape.causal, (angles.cos().to(dtype), angles.sin().to(dtype)))
 
 
 def check_errors(errors: Tensor, dtype: torch.dtype) -> None:

@@ -8,7 +8,10 @@ from gain_gradients import GAINS, Shape, check_errors, find_relative_errors
 
 from shaped.kernels import attention_correction, chunked_cross_entropy, fused_block, relu_matmul, relu_matmul_hopper, short_attention
 from shaped.kernels.fused_block import Block, BlockFunction, Gains, Matrix
+from shaped.kernels.long_attention import LongAttention
+from shaped.kernels.short_attention import ShortAttention
 from shaped.kernels.side_stream import SideStream
+from stock_attention import attend_plainly, attend_plainly_backward
 
 torch.cuda.device_of = lambda tensor: nullcontext()  # there is no GPU
 relu_matmul_hopper.count_multiprocessors = lambda device: 1
@@ -73,20 +76,49 @@ def check_correction(m: int, causal: bool, transposed: bool, groups: int) -> Non
     R = R.tril() if causal else R
     R = R / R.sum(-1, keepdim=True)
     out = torch.empty_like(y)
-    dgamma = attention_correction.correct(y, out, x, v, one, two, 0.5, 2.0, causal, transposed, gains=transposed)
+    blocks, gain = attention_correction.count_blocks(x), torch.tensor([0.6]) if groups == 1 else None
+    terms, dgain = (torch.empty(2, 2 * heads * blocks), torch.empty(2 * y.shape[1] * blocks)) if transposed else (None, None)
+    attention_correction.correct(y, out, x, v, one, two, 0.5, 2.0, causal, transposed, gain, terms, dgain)
+    factor = 1.0 if gain is None else float(gain)
     gamma1, gamma2 = (0.5 * one).double()[:, None, None], (2.0 * two).double()[:, None, None]
     if transposed:
         centring = R.T @ x.double()
         expected = y + (gamma1 * x - gamma2 * centring).unflatten(1, (-1, groups)).sum(2)
         values = v.double().repeat_interleave(groups, 1)
-        assert dgamma is not None
-        for found, part in zip(dgamma.T, ((x * values).sum((0, 2, 3)), -(centring * values).sum((0, 2, 3))), strict=True):
+        assert terms is not None
+        assert dgain is not None
+        dgamma = terms.view(2, 2, heads, blocks).sum((1, 3)) / factor
+        for found, part in zip(dgamma, ((x * values).sum((0, 2, 3)), -(centring * values).sum((0, 2, 3))), strict=True):
             for head in range(heads):
                 check_near(found[head], part[head], f"gain of head {head}, m {m}, causal {causal}")
+        check_near(dgain.sum(), (expected * v).sum(), f"gain of all, m {m}, causal {causal}")
     else:
         values = x.double().repeat_interleave(groups, 1)
         expected = y + gamma1 * values - gamma2 * (R @ values)
-    check_near(out, expected, f"identity and centring, m {m}, causal {causal}, transposed {transposed}, groups {groups}")
+    check_near(out, factor * expected, f"identity and centring, m {m}, causal {causal}, transposed {transposed}, groups {groups}")
+
+
+def check_long_attention(m: int, heads: int, D: int, qk_eps: float | None, causal: bool, rotations: int) -> None:
+    """Output and gradients against the reference in double precision. `rotations`: 0, one for all sequences, or one for each."""
+    batch = 2
+    qkv, do = draw(batch, m, 3 * heads * D), draw(batch, m, heads * D)
+    angles = 3.0 * draw(max(rotations, 1), m, D // 2).double()
+    exact_rotation = (angles.cos(), angles.sin()) if rotations else None
+    rotation = (angles.cos().float(), angles.sin().float()) if rotations else None
+    gains = [torch.tensor([value]) for value in (0.7, 0.4, 0.6)]
+    exact = [x.double().requires_grad_() for x in (qkv, *gains)]
+    expected = exact[3] * LongAttention(heads, 0.3, qk_eps, causal, exact_rotation).reference(*exact[:3])
+    gradients = torch.autograd.grad(expected, exact, do.double())
+    attention = LongAttention(heads, 0.3, qk_eps, causal, rotation)
+    out, saved = attention.attend(qkv, *gains)
+    terms = torch.empty(3, attention.count_terms(qkv))
+    dqkv = attention.attend_backward(do, qkv, saved, *gains, *terms)
+    case = f"m {m}, D {D}, qk_eps {qk_eps}, causal {causal}, rotations {rotations}"
+    check_near(out, expected, f"long attention, {case}")
+    for name, found, gradient in zip("qkv", dqkv.chunk(3, -1), gradients[0].chunk(3, -1), strict=True):
+        check_near(found, gradient, f"its gradient of {name}, {case}")
+    for name, found, gradient in zip(("gamma1", "gamma2", "gain"), terms.sum(1, keepdim=True), gradients[1:], strict=True):
+        check_near(found, gradient, f"its gradient of {name}, {case}")
 
 
 def check_relu_matmul(rows: int, width: int, hidden: int) -> None:
@@ -112,35 +144,41 @@ def check_relu_matmul(rows: int, width: int, hidden: int) -> None:
                 check_near(terms[1].sum(), gains[1][0], f"{module.__name__}: gradient of slope")
 
 
-def check_block(qk_eps: float | None) -> None:
+def check_block(attention: ShortAttention | LongAttention, exact_attention: ShortAttention | LongAttention) -> None:
     """Tokens of the fused block, and gradients of tokens and weights."""
-    n, heads = 48, 2
+    n, case = 16 * 3, type(attention).__name__
     sizes = {"qkv": (3 * n, n), "output": (n, n), "pre": (96, n), "post": (n, 96)}
     weights = {name: draw(*size) / size[1] ** 0.5 for name, size in sizes.items()}
-    settings: dict[str, Any] = {"heads": heads, "scale": 0.5, "side_stream": SideStream(), "last": True, "qk_eps": qk_eps}
+    settings: dict[str, Any] = {"side_stream": SideStream(), "last": True}
     written = {name: Matrix(weight, torch.empty_like(weight)) for name, weight in weights.items()}
     exact = {name: Matrix(weight.double().requires_grad_(), weight) for name, weight in weights.items()}
     gains, x, dy = [torch.tensor([gain]) for gain in GAINS], draw(2, 20, n).requires_grad_(), draw(2, 20, n + 1)[..., 1:]
-    y: Any = BlockFunction.apply(x, None, Block(**written, **settings), *gains)
+    y: Any = BlockFunction.apply(x, None, Block(**written, **settings, attention=attention), *gains)
     y.backward(dy)
     start = x.detach().double().requires_grad_()
-    expected = fused_block.reference(start, None, Block(**exact, **settings), *(gain.double() for gain in gains))
+    expected = fused_block.reference(start, None, Block(**exact, **settings, attention=exact_attention), *(gain.double() for gain in gains))
     expected.backward(dy.double())
     assert x.grad is not None
     assert start.grad is not None
-    check_near(y, expected, f"tokens of a block, qk_eps {qk_eps}")
-    check_near(x.grad, start.grad, f"their gradient, qk_eps {qk_eps}")
+    check_near(y, expected, f"tokens of a block, {case}")
+    check_near(x.grad, start.grad, f"their gradient, {case}")
     for name, matrix in exact.items():
         assert matrix.weight.grad is not None
-        check_near(written[name].gradient, matrix.weight.grad, f"gradient of {name}, qk_eps {qk_eps}")
+        check_near(written[name].gradient, matrix.weight.grad, f"gradient of {name}, {case}")
 
 
 def check_gains() -> None:
     """Each gain of the fused block, in half precision. The interpreter cannot multiply matrices in bfloat16."""
     learned = Gains(*[True] * 7)
-    for module, qk_eps in ((relu_matmul, 1e-6), (relu_matmul_hopper, None)):  # QK-norm and the feed-forward kernels have nothing in common
+    # Attention and feed-forward kernels have nothing in common.
+    for module, heads, qk_eps, causal in (
+        (relu_matmul, 2, 1e-6, False),
+        (relu_matmul_hopper, 2, None, False),
+        (relu_matmul, 3, 1e-6, True),
+    ):
         fused_block.choose_relu_matmul = lambda x, weight, module=module: module
-        shape, generator = Shape(batch=2, m=20, width=48, heads=2, kept=8, qk_eps=qk_eps), torch.Generator().manual_seed(130)
+        shape = Shape(batch=2, m=20, width=48, heads=heads, kept=8, qk_eps=qk_eps, causal=causal)
+        generator = torch.Generator().manual_seed(130)
         errors = torch.stack([find_relative_errors(shape, "cpu", torch.float16, learned, generator) for _ in range(4)])
         check_errors(errors, torch.float16)
 
@@ -157,7 +195,22 @@ for m in (1, 70, 130):
         for transposed, groups in ((False, 1), (False, 2), (True, 1), (True, 2)):
             check_correction(m, causal, transposed, groups)
 check_relu_matmul(1180, 72, 200)
-check_block(0.3)
+attention_correction.attend, attention_correction.attend_backward = attend_plainly, attend_plainly_backward
+for m, heads, D, qk_eps, causal, rotations in (
+    (1, 1, 16, 0.3, True, 1),
+    (70, 3, 16, 0.3, True, 2),
+    (130, 1, 32, 1e-6, True, 1),
+    (70, 2, 16, 0.0, False, 0),
+    (17, 2, 16, None, True, 1),
+    (17, 2, 16, None, True, 0),
+):
+    check_long_attention(m, heads, D, qk_eps, causal, rotations)
+check_block(ShortAttention(2, 0.5, 0.3), ShortAttention(2, 0.5, 0.3))
+angles = draw(1, 20, 8).double()
+check_block(
+    LongAttention(3, 0.5, 0.3, True, (angles.cos().float(), angles.sin().float())),
+    LongAttention(3, 0.5, 0.3, True, (angles.cos(), angles.sin())),
+)
 for vocab, size in ((7, 1.0), (4096, 30.0), (5000, 1e3)):
     check_cross_entropy(5, vocab, size)
 check_gains()

@@ -36,7 +36,7 @@ def backward(do, q, k, v, plain, lse, gamma1, weight1, gamma2, weight2, scale, c
     keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     dS = P * (do @ values.mT - (do * plain).sum(-1, keepdim=True)) * (scale or q.shape[-1] ** -0.5)
     dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dS.mT @ q, P.mT @ do + one * do - two * (R.mT @ do)))
-    dgamma = torch.stack([(do * values).sum((0, 2, 3)), -(do * (R @ values)).sum((0, 2, 3))], 1).float()
+    dgamma = torch.stack([(do * values).sum((0, 2, 3)), -(do * (R @ values)).sum((0, 2, 3))]).float()
     return dS @ keys, dk, dv, dgamma if learned else q.new_empty(0, dtype=torch.float32)
 
 

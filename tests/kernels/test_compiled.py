@@ -24,9 +24,11 @@ SINGLE = {
         "slope_terms",
         "terms",
         "sums",
+        "cos",
+        "sin",
     )
 }
-NUMBERS = {"scale": "fp32", "qk_eps": "fp32"} | dict.fromkeys(
+NUMBERS = dict.fromkeys(("scale", "qk_eps", "weight1", "weight2"), "fp32") | dict.fromkeys(
     ("heads", "m", "size", "stride", "count1", "count2", "count3", "end1", "end2"), "i32"
 )
 
@@ -50,6 +52,22 @@ def test_kernels_of_training(capability):
         relu_kernels.relu_backward_kernel,
     ):
         assert measure_shared_memory(kernel, sizes, capability, {"num_warps": 8}) <= LEAST_SHARED
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("qk_eps", [{}, {"qk_eps": None}], ids=["QK-norm", "raw queries and keys"])
+def test_attention_of_long_sequences(capability, qk_eps):
+    from shaped.kernels import attention_correction, long_attention
+    from shaped.kernels.gpu import attention_correction as correction
+    from shaped.kernels.gpu import queries_keys as kernels
+
+    sizes = {"D": 64, "T": long_attention.TOKENS, "BLOCK": attention_correction.BLOCK, "GROUP": 1, "CAUSAL": True, **qk_eps}
+    for kernel in (kernels.prepare_kernel, kernels.prepare_backward_kernel):
+        assert measure_shared_memory(kernel, sizes, capability, {"num_warps": 4}) <= LEAST_SHARED
+    for transposed in (False, True):
+        how = sizes | {"TRANSPOSED": transposed} | ({} if transposed else dict.fromkeys(("dgamma1_ptr", "dgamma2_ptr", "dgain_ptr")))
+        assert measure_shared_memory(correction.correct_kernel, how, capability, {"num_warps": 4}) <= LEAST_SHARED
 
 
 @needs_triton
@@ -86,6 +104,8 @@ def measure_shared_memory(kernel, sizes, capability, options, others=None) -> in
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    kinds = {name: "constexpr" if name in sizes else (SINGLE | NUMBERS | (others or {})).get(name, "*bf16") for name in kernel.arg_names}
+    strides = {name: "i64" for name in kernel.arg_names if name.startswith("stride_")}
+    known = SINGLE | NUMBERS | strides | (others or {})
+    kinds = {name: "constexpr" if name in sizes else known.get(name, "*bf16") for name in kernel.arg_names}
     source = ASTSource(kernel, kinds, {name: sizes[name] for name in kernel.arg_names if name in sizes})
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared

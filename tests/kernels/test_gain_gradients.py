@@ -18,12 +18,13 @@ WITHOUT_SHAPING = ALL._replace(gamma1=False, gamma2=False, slope=False)
 @pytest.mark.parametrize("learned", [ALL, WITHOUT_SHAPING], ids=["all gains", "without the shaping"])
 @pytest.mark.parametrize("kept", [None, 8], ids=["all tokens", "some tokens"])
 @pytest.mark.parametrize("qk_eps", [None, 1e-6], ids=["raw queries and keys", "QK-norm"])
+@pytest.mark.parametrize("causal", [False, True], ids=["short", "causal"])
 @pytest.mark.parametrize("module", [relu_matmul, relu_matmul_hopper], ids=["any GPU", "Hopper"])
-def test_each_gain_has_its_own_gradient(module, qk_eps, kept, learned, monkeypatch):
+def test_each_gain_has_its_own_gradient(module, causal, qk_eps, kept, learned, monkeypatch):
     if module is relu_matmul_hopper and not relu_matmul_hopper.fits(*(torch.zeros(8, 8, dtype=torch.bfloat16, device="cuda"),) * 2):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(fused_block, "choose_relu_matmul", lambda x, weight: module)
-    g, shape = generator(130), Shape(batch=4, m=64, width=128, heads=4, kept=kept, qk_eps=qk_eps)
+    g, shape = generator(130), Shape(batch=4, m=64, width=128, heads=4, kept=kept, qk_eps=qk_eps, causal=causal)
     check_errors(torch.stack([find_relative_errors(shape, "cuda", torch.bfloat16, learned, g) for _ in range(16)]), torch.bfloat16)
 
 

@@ -19,6 +19,7 @@ from shaped.kernels.gpu import launch
 Gain = float | Tensor
 
 BLOCK = 64  # tokens of a program
+FEATURES = (16, 32, 64, 128, 256)  # of a head
 CUDNN = 3  # SDPBackend.CUDNN_ATTENTION, as an integer from _fused_sdp_choice
 aten = torch.ops.aten
 
@@ -39,9 +40,8 @@ def fits(q: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain) -> bool:
         return False
     if not all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, v)):  # distributed, fake and other tensors
         return False
-    D = q.shape[-1]
-    shapes = q.ndim == 4 and v.shape[-1] == D and D in (16, 32, 64, 128, 256) and q.shape[-2] > 0 and q.shape[0] > 0
-    return shapes and _has_flash(q.device.index) and all(_is_per_head(gamma, q.shape[1]) for gamma in (gamma1, gamma2))
+    shapes = q.ndim == 4 and v.shape[-1] == q.shape[-1] and q.shape[-1] in FEATURES and q.shape[-2] > 0 and q.shape[0] > 0
+    return shapes and has_flash(q.device.index) and all(_is_per_head(gamma, q.shape[1]) for gamma in (gamma1, gamma2))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, gamma1: Gain, gamma2: Gain, scale: float | None, causal: bool) -> Tensor:
@@ -81,8 +81,8 @@ class Attention(torch.autograd.Function):
         _, _, _, learned1, _, learned2, *_ = ctx.needs_input_grad  # in the order of the arguments of `forward`
         run = backward_op if torch.compiler.is_compiling() else backward
         dq, dk, dv, dgamma = run(do, q, k, v, plain, lse, gamma1, weight1, gamma2, weight2, scale, causal, learned1 or learned2)
-        dgamma1 = (weight1 * dgamma[:, 0]).to(gamma1.dtype) if learned1 else None
-        dgamma2 = (weight2 * dgamma[:, 1]).to(gamma2.dtype) if learned2 else None
+        dgamma1 = (weight1 * dgamma[0]).to(gamma1.dtype) if learned1 else None
+        dgamma2 = (weight2 * dgamma[1]).to(gamma2.dtype) if learned2 else None
         return dq, dk, dv, dgamma1, None, dgamma2, None, None, None
 
 
@@ -99,14 +99,10 @@ def forward(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shaped attention. With `save` also plain attention and the log-normalisers of its softmax, [batch, heads, tokens]."""
-    q, k, v = _with_adjacent_features(q), _with_adjacent_features(k), _with_adjacent_features(v)
-    if _prefers_cudnn(q, k, v, scale, causal):
-        plain, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, save, 0.0, causal, False, scale=scale)
-    else:
-        plain, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    plain, lse = attend(q, k, v, scale, causal, save)
     out = torch.empty_like(plain) if save else plain
     correct(plain, out, v, v, gamma1, gamma2, weight1, weight2, causal, transposed=False)
-    return (out, plain, lse.view(q.shape[:-1])) if save else (out, q.new_empty(0), q.new_empty(0))
+    return (out, plain, lse) if save else (out, q.new_empty(0), q.new_empty(0))
 
 
 def backward(
@@ -124,20 +120,37 @@ def backward(
     causal: bool,
     learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v and, if the gains are learned, of gamma1 and gamma2, [heads, 2]."""
+    """Gradients of q, k and v and, if the gains are learned, of gamma1 and gamma2, [2, heads]."""
+    dq, dk, dv = attend_backward(do, q, k, v, plain, lse, scale, causal)
+    terms = lse.new_empty(2, q.shape[0] * q.shape[1] * count_blocks(do)) if learned else None
+    correct(dv, dv, do, v, gamma1, gamma2, weight1, weight2, causal, transposed=True, dgamma=terms)
+    return dq, dk, dv, lse.new_empty(0) if terms is None else terms.view(2, *q.shape[:2], -1).sum((1, 3))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, save: bool) -> tuple[Tensor, Tensor]:
+    """Plain attention by the stock kernel and, with `save`, the log-normalisers of its softmax, [batch, heads, tokens]."""
+    q, k, v = _with_adjacent_features(q), _with_adjacent_features(k), _with_adjacent_features(v)
+    if _prefers_cudnn(q, k, v, scale, causal):
+        plain, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, save, 0.0, causal, False, scale=scale)
+    else:
+        plain, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return plain, lse.view(q.shape[:-1]) if save else lse
+
+
+def attend_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, plain: Tensor, lse: Tensor, scale: float | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v through plain attention, from what `attend` returned."""
     m, q, k, v = q.shape[-2], _with_adjacent_features(q), _with_adjacent_features(k), _with_adjacent_features(v)
     if _prefers_cudnn(q, k, v, scale, causal):
         seed = lse.new_empty((), dtype=torch.int64)  # dummy: there is no dropout
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        return aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, plain, lse[..., None], seed, seed, None, None, None, m, m, 0.0, causal, scale=scale
         )
-    else:
-        seed = lse.new_empty(2, dtype=torch.uint64)
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, plain, lse, None, None, m, m, 0.0, causal, seed, seed, scale=scale
-        )
-    dgamma = correct(dv, dv, do, v, gamma1, gamma2, weight1, weight2, causal, transposed=True, gains=learned)
-    return dq, dk, dv, lse.new_empty(0) if dgamma is None else dgamma
+    seed = lse.new_empty(2, dtype=torch.uint64)
+    return aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, plain, lse, None, None, m, m, 0.0, causal, seed, seed, scale=scale
+    )
 
 
 def correct(
@@ -151,20 +164,22 @@ def correct(
     weight2: float,
     causal: bool,
     transposed: bool,
-    gains: bool = False,
-) -> Tensor | None:
-    """Writes out = y + gamma1 x - gamma2 R x, in place if out is y. With `gains` it returns the gradients of the gains, [heads, 2].
+    gain: Tensor | None = None,
+    dgamma: Tensor | tuple[Tensor, Tensor] | None = None,
+    dgain: Tensor | None = None,
+) -> None:
+    """Writes out = gain (y + gamma1 x - gamma2 R x), in place if out is y.
 
     Forward: y is plain attention, x the values, R x their mean over the tokens that each token attends to.
     Backward (`transposed`): y is the stock kernel's gradient of the values, x the gradient of the output, and R is transposed.
+    The gradients of gamma1, gamma2 and gain are sums of terms, one a block of tokens of a head. They are written to `dgamma`, two tensors
+    of [batch · heads of x · blocks] entries, and `dgain`, one of [batch · heads of y · blocks].
     """
     from shaped.kernels.gpu.attention_correction import correct_kernel, sum_blocks_kernel
 
     batch, x_heads, m, D = x.shape
-    heads = y.shape[1]
-    blocks = -(-m // BLOCK)
+    heads, blocks = y.shape[1], count_blocks(x)
     sums = x.new_empty((batch, x_heads, blocks, D), dtype=torch.float32)
-    dgamma = x.new_empty((batch, x_heads, blocks, 2), dtype=torch.float32) if gains else None
     sizes = (x_heads, m, D, BLOCK, causal and transposed)
     launch(sum_blocks_kernel, batch * x_heads * blocks, x, sums, *x.stride(), *sizes, on=x, num_warps=2)
     launch(
@@ -175,9 +190,11 @@ def correct(
         x,
         v,
         sums,
-        dgamma,
         gamma1,
         gamma2,
+        gain,
+        *((None, None) if dgamma is None else dgamma),
+        dgain,
         0 if gamma1 is None else gamma1.stride(0),
         0 if gamma2 is None else gamma2.stride(0),
         weight1,
@@ -193,11 +210,14 @@ def correct(
         max(heads, x_heads) // min(heads, x_heads),
         causal,
         transposed,
-        gains,
         on=x,
         num_warps=4,
     )
-    return None if dgamma is None else dgamma.sum((0, 2))
+
+
+def count_blocks(x: Tensor) -> int:
+    """Blocks of tokens of a head of x, [batch, heads, m, D]. Each has one term of a gain's gradient."""
+    return -(-x.shape[-2] // BLOCK)
 
 
 GAINS = "Tensor? gamma1, float weight1, Tensor? gamma2, float weight2, float? scale, bool causal"
@@ -226,7 +246,7 @@ def backward_op(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) ->
 
 @backward_op.register_fake
 def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dgamma = q.new_empty((q.shape[1], 2) if arguments[-1] else 0, dtype=torch.float32)
+    dgamma = q.new_empty((2, q.shape[1]) if arguments[-1] else 0, dtype=torch.float32)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dgamma
 
 
@@ -251,7 +271,7 @@ def _prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal:
 
 
 @assume_constant
-def _has_flash(device: int | None) -> bool:
+def has_flash(device: int | None) -> bool:
     """Does the GPU have flash attention, and has the user not disabled it (`torch.nn.attention.sdpa_kernel`)?"""
     return torch.backends.cuda.flash_sdp_enabled() and is_ampere_or_later(device)
 

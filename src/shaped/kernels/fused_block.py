@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shaped.kernels import relu_matmul, relu_matmul_hopper, residual, short_attention
+from shaped.kernels import relu_matmul, relu_matmul_hopper, residual
+from shaped.kernels.long_attention import LongAttention
+from shaped.kernels.short_attention import ShortAttention
 from shaped.kernels.side_stream import SideStream
 
 T = TypeVar("T")
@@ -35,7 +37,7 @@ class Gains(NamedTuple, Generic[T]):
 SOURCES = {
     "tokens": ("lam_attention", "lam_feedforward"),
     "hidden": ("gamma_feedforward", "slope"),
-    "queries": ("gamma_attention", "gamma1", "gamma2"),
+    "queries": ("gamma_attention", "gamma1", "gamma2"),  # or blocks of them
 }
 SHAPING = ("gamma1", "gamma2", "slope")  # learned all three or none
 
@@ -54,28 +56,25 @@ class Block:
     Args:
         qkv, output: matrices of the attention; `qkv` gives queries, keys and values in one product.
         pre, post: matrices of the feed-forward branch.
-        heads, scale: number of heads, factor of the logits.
+        attention: what mixes the tokens, between the two.
         side_stream: the same for all blocks of a model.
         last: is its backward pass the last one of the model?
-        qk_eps: QK-norm with this eps, as in `short_attention.attention`; None: without.
     """
 
     qkv: Matrix
     output: Matrix
     pre: Matrix
     post: Matrix
-    heads: int
-    scale: float
+    attention: ShortAttention | LongAttention
     side_stream: SideStream
     last: bool
-    qk_eps: float | None = None
 
 
 def reference(x: Tensor, places: Tensor | None, block: Block, *gains: Tensor) -> Tensor:
     """What `BlockFunction` computes (Eq. shaped_transformer), in plain PyTorch with autograd. It writes no gradients of weights."""
     own = Gains(*gains)
     qkv = x @ block.qkv.weight.mT
-    mixed = short_attention.reference(qkv, own.gamma1, own.gamma2, block.heads, block.scale, qk_eps=block.qk_eps)
+    mixed = block.attention.reference(qkv, own.gamma1, own.gamma2)
     x = residual.reference(x, mixed @ block.output.weight.mT, own.lam_attention, own.gamma_attention)
     if places is not None:
         x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
@@ -100,8 +99,7 @@ class BlockFunction(torch.autograd.Function):
         x = x.contiguous()
         rows = x.flatten(0, -2)
         qkv = torch.mm(rows, block.qkv.weight.t()).unflatten(0, x.shape[:-1])
-        shaping = own.gamma1, own.gamma2
-        mixed, stats = short_attention.attend(qkv, *shaping, block.heads, block.scale, own.gamma_attention, block.qk_eps)
+        mixed, saved = block.attention.attend(qkv, own.gamma1, own.gamma2, own.gamma_attention)
         mixed, tokens, kept = mixed.flatten(0, -2), rows, None
         if places is not None:
             kept = (places + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]).flatten()
@@ -111,7 +109,7 @@ class BlockFunction(torch.autograd.Function):
         activated, hidden = relu.matmul_relu(middle, block.pre.weight, own.slope, keep_hidden=learned.slope)
         branch = torch.mm(activated, block.post.weight.t())
         ctx.block = block
-        ctx.save_for_backward(rows, qkv, stats, kept, mixed, tokens, middle, hidden, activated, *gains)
+        ctx.save_for_backward(rows, qkv, kept, mixed, tokens, middle, hidden, activated, *gains, *saved)
         return residual.add_branch(middle, branch, own.lam_feedforward, own.gamma_feedforward).unflatten(0, (len(x), -1))
 
     @staticmethod
@@ -120,10 +118,11 @@ class BlockFunction(torch.autograd.Function):
         block: Block = ctx.block
         side_stream = block.side_stream
         with side_stream.joined_on_error():
-            rows, qkv, stats, kept, mixed, tokens, middle, hidden, activated, *gains = ctx.saved_tensors
-            own, learned = Gains(*gains), _read_learned(ctx)
+            rows, qkv, kept, mixed, tokens, middle, hidden, activated, *others = ctx.saved_tensors
+            own, saved, learned = Gains(*others[: len(Gains._fields)]), tuple(others[len(Gains._fields) :]), _read_learned(ctx)
             relu = choose_relu_matmul(middle, block.pre.weight)
-            counts = {"tokens": residual.count_programs(tokens), "hidden": relu.count_programs(hidden), "queries": stats[0].numel()}
+            counts = {"tokens": residual.count_programs(tokens), "hidden": relu.count_programs(hidden)}
+            counts["queries"] = block.attention.count_terms(qkv)
             gain_terms = _allocate_terms(counts, learned, rows.device)
             terms = _by_gain({} if gain_terms is None else gain_terms.terms_of)
 
@@ -144,10 +143,8 @@ class BlockFunction(torch.autograd.Function):
             dmixed = torch.mm(g, block.output.weight)
             if kept is not None:
                 dx, dmixed = (torch.zeros_like(rows).index_add_(0, kept, part) for part in (dx, dmixed))
-            dqkv = short_attention.attend_backward(
-                dmixed, qkv, stats, own.gamma1, own.gamma2, block.heads, block.scale,
-                terms.gamma1, terms.gamma2, own.gamma_attention, terms.gamma_attention, block.qk_eps,
-            ).flatten(0, -2)  # fmt: skip
+            values, gradients = (own.gamma1, own.gamma2, own.gamma_attention), (terms.gamma1, terms.gamma2, terms.gamma_attention)
+            dqkv = block.attention.attend_backward(dmixed, qkv, saved, *values, *gradients).flatten(0, -2)
             side_stream.write_weight_gradient(dqkv, rows, block.qkv.gradient)
             dx.addmm_(dqkv, block.qkv.weight)
 

@@ -6,12 +6,13 @@ values. Here it is one kernel forward and one backward.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
+from shaped.kernels import long_attention
 from shaped.kernels.availability import assume_constant, can_launch, is_ampere_or_later
 from shaped.kernels.gpu import launch
 
@@ -29,13 +30,8 @@ def reference(
     qk_eps: float | None = None,
 ) -> Tensor:
     """What `attention` and `attend` compute, in plain PyTorch."""
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
-    if qk_eps is not None:
-        q, k = (rms_norm(x, x.shape[-1:], eps=qk_eps) for x in (q, k))
-    out = torch.softmax(q @ k.mT * scale, -1) @ v
-    if gamma1 is not None and gamma2 is not None:
-        out = out + gamma1 * v - gamma2 * v.mean(-2, keepdim=True)
-    out = out.transpose(1, 2).flatten(-2)
+    shaping = (0.0, 0.0) if gamma1 is None or gamma2 is None else (gamma1, gamma2)
+    out = long_attention.reference(qkv, *shaping, heads, scale, qk_eps)
     return out if gain is None else gain * out
 
 
@@ -102,6 +98,50 @@ def attend_backward(
     arguments = (do, qkv, stats, gamma1, gamma2, gain, dqkv, dgamma1, dgamma2, dgain, scale, qk_eps, heads, m, D, *sizes)
     launch(short_attention_backward_kernel, batch * heads, *arguments, on=qkv, **choose_launch_options(m))
     return dqkv
+
+
+@dataclass(frozen=True)
+class ShortAttention:
+    """The attention of a fused block: short sequences, no mask. `LongAttention` has the same methods.
+
+    Args:
+        heads, scale: number of heads, factor of the logits.
+        qk_eps: QK-norm with this eps; None: without.
+    """
+
+    heads: int
+    scale: float
+    qk_eps: float | None = None
+
+    def reference(self, qkv: Tensor, gamma1: Tensor, gamma2: Tensor) -> Tensor:
+        return reference(qkv, gamma1, gamma2, self.heads, self.scale, qk_eps=self.qk_eps)
+
+    def attend(self, qkv: Tensor, gamma1: Tensor, gamma2: Tensor, gain: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The tokens, times `gain`, and what the backward pass needs beside qkv."""
+        out, stats = attend(qkv, gamma1, gamma2, self.heads, self.scale, gain, self.qk_eps)
+        return out, (stats,)
+
+    def attend_backward(
+        self,
+        do: Tensor,
+        qkv: Tensor,
+        saved: tuple[Tensor, ...],
+        gamma1: Tensor,
+        gamma2: Tensor,
+        gain: Tensor,
+        dgamma1: Tensor | None,
+        dgamma2: Tensor | None,
+        dgain: Tensor | None,
+    ) -> Tensor:
+        """The gradient of qkv. Terms of the gains' gradients are written where tensors for them are given, `count_terms` of each."""
+        (stats,) = saved
+        gains = dgamma1, dgamma2, gain, dgain
+        return attend_backward(do, qkv, stats, gamma1, gamma2, self.heads, self.scale, *gains, self.qk_eps)
+
+    def count_terms(self, qkv: Tensor) -> int:
+        """Terms of a gain's gradient: one a query."""
+        batch, m, _ = qkv.shape
+        return batch * self.heads * m
 
 
 def choose_launch_options(m: int) -> dict[str, Any]:

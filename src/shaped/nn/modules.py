@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import SINGLE, finite, in_range, positive, whole_number
-from shaped.kernels import short_attention
+from shaped.kernels import long_attention, short_attention
 from shaped.nn.activations import C_MINUS, ShapedActivation, ShapedReLU, check_activation
 from shaped.nn.functional import RMS_EPS, rms_norm, shaped_attention
 from shaped.nn.rotary import Rotation, rotate
@@ -189,10 +189,16 @@ class ShapedSelfAttention(nn.Module):
         return (q, k) if rotation is None else (rotate(q, rotation), rotate(k, rotation))
 
     def fits_short_kernel(self, x: Tensor) -> bool:
-        """Does `kernels.short_attention` support these tokens? It has no masks, no dropout and no gains of QK-norm, and q, k and v must
-        have the same width."""
-        simple = not self.is_causal and (self.dropout == 0.0 or not self.training) and len(set(self.splits)) == 1
-        return simple and self.qk_gains is None and short_attention.fits(x, self.splits[0] // self.heads)
+        """Does `kernels.short_attention` support these tokens? It has no masks and no rotary positions."""
+        return not self.is_causal and self._is_simple() and short_attention.fits(x, self.splits[0] // self.heads)
+
+    def fits_long_kernel(self, x: Tensor) -> bool:
+        """Does `kernels.long_attention` support these tokens? It has the causal mask and rotary positions too, and takes fewer widths."""
+        return self._is_simple() and long_attention.fits(x, self.splits[0] // self.heads)
+
+    def _is_simple(self) -> bool:
+        """Is it without dropout and gains of QK-norm, and are q, k and v of one width?"""
+        return (self.dropout == 0.0 or not self.training) and len(set(self.splits)) == 1 and self.qk_gains is None
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
         """`shaped_attention` with the module's gains, scale and dropout."""

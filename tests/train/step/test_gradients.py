@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from shaped.hf import ShapedForSequenceClassification
+from shaped.hf import ShapedForCausalLM, ShapedForSequenceClassification
+from shaped.train.data.causal import CausalBatches
 from shaped.train.data.masking import MaskedBatches
 from shaped.train.step.config import StepConfig
+from shaped.train.step.objectives.causal_lm import CausalLoss
 from shaped.train.step.objectives.classification import ClassifierLoss
 from shaped.train.step.objectives.masked_lm import MaskedLoss
 from shaped.train.step.stepper import Stepper
@@ -69,6 +71,21 @@ def test_gradients_of_fused_blocks_are_those_of_autograd(schedule: str, qk_norm:
     compare_gradients(made, exact, how, MaskedBatches(rows, batch=16, seed=0, vocab=500, special=SPECIAL, device=device))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "qk_norm", "positions"), [("recover", True, "rope"), ("learn", False, "rope"), ("learn", True, "learned")]
+)
+def test_gradients_of_fused_causal_blocks_are_those_of_autograd(schedule: str, qk_norm: bool, positions: str, graph: bool):
+    device = torch.device("cuda", 0)
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 500, "max_position_embeddings": 200}
+    made = model(ShapedForCausalLM, schedule=schedule, qk_norm=qk_norm, positions=positions, **sizes)
+    exact = copy.deepcopy(made).to(device)
+    how = StepConfig(device, half=True, compile="blocks", graph=graph, stream=torch.bfloat16, chunk=8)
+    rows = np.random.default_rng(0).integers(5, 500, (256, 200))
+    compare_gradients(made, exact, how, CausalBatches(rows, batch=16, seed=0, end=3, device=device))
+
+
 @pytest.mark.parametrize("schedule", ["recover", "learn"])
 def test_gradients_of_modules_are_those_of_autograd(schedule: str):
     """What the test above does, where there is no GPU and no fused block."""
@@ -76,8 +93,9 @@ def test_gradients_of_modules_are_those_of_autograd(schedule: str):
     compare_gradients(made, copy.deepcopy(made), StepConfig(CPU, half=True, stream=torch.bfloat16), batches())
 
 
-def compare_gradients(made: Any, exact: Any, how: StepConfig, data: MaskedBatches) -> None:
-    stepper = Stepper(made, MaskedLoss, how)
+def compare_gradients(made: Any, exact: Any, how: StepConfig, data: MaskedBatches | CausalBatches) -> None:
+    causal = isinstance(data, CausalBatches)
+    stepper = Stepper(made, CausalLoss if causal else MaskedLoss, how)
     if how.compile == "blocks":
         fused: Any = stepper.loss
         for block in fused._run["blocks"]:
@@ -89,7 +107,8 @@ def compare_gradients(made: Any, exact: Any, how: StepConfig, data: MaskedBatche
         exact.config.shaping().apply(exact, step)
         batch = data.chunk(step, 1)
         ids, places, labels = (part[0] for part in batch)
-        loss = exact(ids, labels=torch.full_like(ids, -100).scatter(-1, places, labels)).loss
+        wanted = ids if causal else torch.full_like(ids, -100).scatter(-1, places, labels)
+        loss = exact(ids, labels=wanted).loss
         names = [name for name, _ in exact.named_parameters()]
         expected = together(dict(zip(names, torch.autograd.grad(loss, list(exact.parameters())), strict=True)))
         for group in stepper.groups:

@@ -1,4 +1,4 @@
-"""Triton sources of `kernels.attention_correction`: y + gamma1 x - gamma2 R x in one pass over memory.
+"""Triton sources of `kernels.attention_correction`: gain (y + gamma1 x - gamma2 R x) in one pass over memory.
 
 R x is the mean of x over the tokens that each token attends to. A first, smaller pass computes the sums of x over blocks of tokens.
 """
@@ -59,9 +59,12 @@ def correct_kernel(
     x_ptr,
     v_ptr,
     sums_ptr,
-    dgamma_ptr,
     gamma1_ptr,
     gamma2_ptr,
+    gain_ptr,
+    dgamma1_ptr,
+    dgamma2_ptr,
+    dgain_ptr,
     stride_gamma1,
     stride_gamma2,
     weight1,
@@ -89,9 +92,12 @@ def correct_kernel(
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    GAINS: tl.constexpr,
 ):
-    """One block of tokens of one head of y. GROUP query heads share a key head. GAINS: also the gains' gradients, x·v and -(R x)·v."""
+    """One block of tokens of one head of y. GROUP query heads share a key head.
+
+    A term of a gain's gradient is written where its pointer is given: x·v for gamma1, -(R x)·v for gamma2, and for the gain of all
+    out·v / gain: the attention is linear in the values, so output · gradient of output = value · gradient of value.
+    """
     # In reverse order: what the attention kernel wrote last is still in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     blocks = tl.cdiv(m, BLOCK)
@@ -102,7 +108,10 @@ def correct_kernel(
     start = block * BLOCK
     i = (start + r).to(tl.int64)[:, None]
     y = tl.load(y_ptr + b * stride_yb + h * stride_yh + i * stride_ym + e * stride_ye, mask=i < m, other=0.0).to(tl.float32)
-    if GAINS:
+    gain = 1.0
+    if gain_ptr is not None:
+        gain = tl.load(gain_ptr).to(tl.float32)
+    if dgamma1_ptr is not None or dgain_ptr is not None:
         v = tl.load(v_ptr + b * stride_vb + h * stride_vh + i * stride_vm + e * stride_ve, mask=i < m, other=0.0).to(tl.float32)
     for g in tl.static_range(GROUP if TRANSPOSED else 1):
         x_head = h * GROUP + g if TRANSPOSED else h // GROUP
@@ -126,9 +135,12 @@ def correct_kernel(
             centring *= (1.0 / (start + 1 + r))[:, None]
         y += load_gain(weight1, gamma1_ptr, stride_gamma1, gain_head) * x.to(tl.float32)
         y -= load_gain(weight2, gamma2_ptr, stride_gamma2, gain_head) * centring
-        if GAINS:
-            at = dgamma_ptr + ((b * x_heads + x_head) * blocks + block) * 2
-            tl.store(at, tl.sum(tl.sum(x.to(tl.float32) * v, 1), 0))
-            tl.store(at + 1, -tl.sum(tl.sum(centring * v, 1), 0))
+        if dgamma1_ptr is not None:
+            at = (b * x_heads + x_head) * blocks + block
+            tl.store(dgamma1_ptr + at, gain * tl.sum(tl.sum(x.to(tl.float32) * v, 1), 0))
+            tl.store(dgamma2_ptr + at, -gain * tl.sum(tl.sum(centring * v, 1), 0))
+    if dgain_ptr is not None:
+        tl.store(dgain_ptr + program, tl.sum(tl.sum(y * v, 1), 0))
+    y *= gain
     out = out_ptr + b * stride_ob + h * stride_oh + i * stride_om + e * stride_oe
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=i < m)

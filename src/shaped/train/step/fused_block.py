@@ -8,9 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from shaped.kernels.fused_block import Block, BlockFunction, Gains, Matrix
+from shaped.kernels.long_attention import LongAttention
+from shaped.kernels.short_attention import ShortAttention
 from shaped.kernels.side_stream import SideStream
 from shaped.nn.activations import ShapedReLU
 from shaped.nn.blocks import ShapedTransformerBlock
+from shaped.nn.modules import ShapedSelfAttention
 from shaped.nn.rotary import Rotation
 from shaped.train.step.direct_gradients import DirectLinear
 
@@ -20,7 +23,7 @@ class FusedBlock:
 
     Args:
         block: one of those for which `can_fuse` is True.
-        fallback: called where the kernels do not fit: with a mask, rotary positions, long sequences, other precisions.
+        fallback: called where the kernels do not fit: with a mask of documents or padding, dropout, other precisions.
         side_stream: the same for all blocks.
         last: is its backward pass the last one?
     """
@@ -38,8 +41,8 @@ class FusedBlock:
     ) -> Tensor:
         """Arguments as in `ShapedTransformerBlock.forward`."""
         block, attention, feedforward = self.block, self.block.attention, self.block.feedforward
-        other = mask is not None or rotation is not None or x.dtype != attention.output.weight.dtype
-        if other or not attention.fits_short_kernel(x):
+        mixing = None if mask is not None or x.dtype != attention.output.weight.dtype else choose_attention(attention, x, rotation)
+        if mixing is None:
             return self.fallback(x, mask, attend, places, rotation)
         gamma1, gamma2 = attention.shaping()
         gains = Gains(
@@ -56,13 +59,19 @@ class FusedBlock:
             output=Matrix(attention.output.weight, attention.output.gradient),
             pre=Matrix(feedforward.pre.weight, feedforward.pre.gradient),
             post=Matrix(feedforward.post.weight, feedforward.post.gradient),
-            heads=attention.heads,
-            scale=attention.scale,
+            attention=mixing,
             side_stream=self.side_stream,
             last=self.last,
-            qk_eps=attention.qk_eps,
         )
         return BlockFunction.apply(x, places, tensors, *gains)
+
+
+def choose_attention(attention: ShapedSelfAttention, x: Tensor, rotation: Rotation | None) -> ShortAttention | LongAttention | None:
+    """The fastest kernels for the attention of these tokens; None if there are none."""
+    settings = attention.heads, attention.scale, attention.qk_eps
+    if rotation is None and attention.fits_short_kernel(x):
+        return ShortAttention(*settings)
+    return LongAttention(*settings, attention.is_causal, rotation) if attention.fits_long_kernel(x) else None
 
 
 def can_fuse(blocks: Sequence[nn.Module]) -> bool:
