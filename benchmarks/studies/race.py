@@ -27,6 +27,7 @@ from shaped.train.run_records import RunRecord, read_runs
 from shaped.train.step.stepper_cache import StepperCache
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
+FILES = "race*.json"
 RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 EMBEDDING_LR = 5e-3  # of the embedding tables, at every learning rate of the rest
 VARIANCE_ONE = 0.5**0.5  # standard deviation of the tables: tokens + positions have variance 1, whatever the initialisation of the rest
@@ -86,7 +87,7 @@ def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
     """
     arm = ARMS[name]
     losses = {rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)) for rate in RATES}
-    rate = _extend(losses, lambda rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)))
+    rate = extend(losses, lambda rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)))
     best, kept = losses[rate], set_rate(arm.settings, rate)
     changed = False
     for number, (label, change) in enumerate(arm.choices if free else (), 1):
@@ -95,7 +96,7 @@ def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
             best, kept, changed = loss, kept | change, True
     if not changed:
         return kept
-    rate = _extend({rate: best}, lambda rate: measure(f"{name}-again-{rate:g}", set_rate(kept, rate)))
+    rate = extend({rate: best}, lambda rate: measure(f"{name}-again-{rate:g}", set_rate(kept, rate)))
     return set_rate(kept, rate)
 
 
@@ -113,12 +114,12 @@ def lengthen(name: str, measure: Measure) -> dict[str, Any]:
             return measure(f"{name}-full-{label}-{rate:g}", LONG | set_rate(start, rate))
 
         losses = {start["lr"]: run(start["lr"])}
-        rate = _extend(losses, run, first=2.0 if name in PROBED else 0.5)
+        rate = extend(losses, run, first=2.0 if name in PROBED else 0.5)
         found.append((losses[rate], set_rate(start, rate)))
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def _extend(losses: dict[float, float], measure: Callable[[float], float], *, first: float = 0.5) -> float:
+def extend(losses: dict[float, float], measure: Callable[[float], float], *, first: float = 0.5) -> float:
     """The best learning rate, after the grid has grown by factors of 2 until the best is inside.
 
     A grid of one rate grows by `first` times that rate first.
@@ -162,21 +163,21 @@ def _is_close(one: Any, other: Any) -> bool:
     return isinstance(one, float) and isinstance(other, float | int) and math.isclose(one, other, rel_tol=1e-9)
 
 
-def read_known(*places: Path) -> dict[str, RunRecord]:
+def read_known(*places: Path, files: str = FILES) -> dict[str, RunRecord]:
     """The race's finished runs by name."""
-    runs = read_runs([*sorted(RESULTS.glob("race*.json")), *(place for place in places if place.exists())])
+    runs = read_runs([*sorted(RESULTS.glob(files)), *(place for place in places if place.exists())])
     return {run.name.rsplit("/", 1)[-1]: run for run in runs if run.result is not None or run.why}
 
 
 class Track:
     """Makes runs that are not known yet, one after another, until the time is over."""
 
-    def __init__(self, data: Path, out: Path, minutes: float):
-        self.data, self.out, self.ends = data, out, time.monotonic() + 60 * minutes
+    def __init__(self, data: Path, out: Path, minutes: float, files: str = FILES):
+        self.data, self.out, self.files, self.ends = data, out, files, time.monotonic() + 60 * minutes
         self.steppers, self.slowest = StepperCache(), 0.0
 
     def measure(self, name: str, settings: dict[str, Any]) -> float:
-        known = find_loss(read_known(self.out), name, settings)
+        known = find_loss(read_known(self.out, files=self.files), name, settings)
         if known is not None:
             return known
         left = self.ends - time.monotonic()
@@ -206,9 +207,7 @@ def make_tables(known: dict[str, RunRecord]) -> str:
         ["arm", *(f"choice {k}" for k in range(1, 1 + MOST_CHOICES)), "rates again", "tuned settings"],
     )
     tables = [*zip(heads, (by_rate, by_choice), strict=True), (LONG_RUNS, _format_long_runs(known))]
-    return "\n\n".join(
-        "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *filter(None, rows))) for head, rows in tables
-    )
+    return "\n\n".join(format_table(head, list(filter(None, rows))) for head, rows in tables)
 
 
 LONG_RUNS = ["arm", "settings", "seeds", "test loss", "95 % interval", "ms a step"]
@@ -227,22 +226,33 @@ def _format_long_runs(known: dict[str, RunRecord]) -> list[list[str]]:
     rows = []
     for (arm, shown, is_tuning), runs in groups.items():
         losses = [run.result.test_loss for run in runs if run.result is not None]
-        mean = statistics.mean(losses)
-        reach = student(len(losses) - 1) * statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.inf
-        interval = f"{mean - reach:.3f} to {mean + reach:.3f}" if len(losses) > 1 else "one seed"
+        mean, interval = statistics.mean(losses), format_interval(losses)
         seeds = "0 (tuning)" if is_tuning else ", ".join(str(run.settings["seed"]) for run in runs)
         pace = statistics.median(milliseconds_a_step(run) for run in runs)
         rows.append((mean, [f"`{arm}`", shown, seeds, f"{mean:.3f}", interval, f"{pace:.2f}"]))
     return [cells for _, cells in sorted(rows)]
 
 
+def format_interval(losses: list[float]) -> str:
+    """Of the mean, at 95 % (Student)."""
+    if len(losses) == 1:
+        return "one seed"
+    mean, reach = statistics.mean(losses), student(len(losses) - 1) * statistics.stdev(losses) / math.sqrt(len(losses))
+    return f"{mean - reach:.3f} to {mean + reach:.3f}"
+
+
+def format_table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
 SHOWN = ("lr", "embedding_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
 
 
-def milliseconds_a_step(run: RunRecord) -> float:
+def milliseconds_a_step(run: RunRecord, tokens: int = TOKENS) -> float:
     """The median over the run, which leaves out compilation and evaluation."""
     rates = [line["tokens_per_second"] for line in run.metrics if line["kind"] == "train"]
-    return 1e3 * run.settings["batch"] * TOKENS / statistics.median(rates)
+    return 1e3 * run.settings["batch"] * tokens / statistics.median(rates)
 
 
 def _format_rates(known: dict[str, RunRecord], name: str, rates: list[float]) -> list[str]:

@@ -14,15 +14,24 @@ from shaped.train.run.settings import PRESETS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def race() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("race", ROOT / "benchmarks" / "studies" / "race.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "studies" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["race"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def race() -> ModuleType:
+    return load("race")
+
+
+@pytest.fixture(scope="module")
+def causal_race(race: ModuleType) -> ModuleType:
+    return load("causal_race")
 
 
 def tuned(race: ModuleType, loss: Callable[[dict[str, Any]], float]) -> tuple[dict[str, Any], list[str]]:
@@ -99,6 +108,23 @@ def test_every_arm_makes_valid_settings(race: ModuleType, tmp_path: Path):
         for _, change in arm.choices:
             given = race.TUNING | race.QUIET | race.set_rate(arm.settings, 1e-3) | change
             race.Settings.of(given | {"data": tmp_path, "out": tmp_path})
+
+
+def test_causal_arms_keep_the_masked_settings_but_the_rate(causal_race: ModuleType, tmp_path: Path):
+    for arm in causal_race.ARMS:
+        masked, runs = causal_race.read_masked_settings(arm), dict[str, dict[str, Any]]()
+
+        def measure(name: str, settings: dict[str, Any], runs: dict[str, dict[str, Any]] = runs) -> float:
+            runs[name] = settings
+            return abs(settings["lr"] - 2e-3)
+
+        found = causal_race.tune(arm, measure)
+        assert found["lr"] == 2e-3
+        others = ("init", "embedding_std", "clip", "qk_gain", "qk_norm", "model", "norm")
+        assert [found.get(key) for key in others] == [masked.get(key) for key in others]
+        for settings in runs.values():
+            made = causal_race.race.Settings.of(settings | {"data": tmp_path, "out": tmp_path})
+            assert (made.objective, made.positions, made.steps, made.seed) == ("causal", "rope", 4000, 0)
 
 
 def test_a_record_with_other_settings_is_refused(race: ModuleType):

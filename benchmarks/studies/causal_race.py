@@ -1,0 +1,131 @@
+"""The causal part of docs/race.md: the protocol as a program.
+
+    python benchmarks/studies/causal_race.py tune --data data-1024 --out runs/causal --minutes 9
+    python benchmarks/studies/causal_race.py final --data data-1024 --out runs/causal --minutes 9
+    python benchmarks/studies/causal_race.py sample --out runs/causal
+    python benchmarks/studies/causal_race.py table
+
+A run that docs/results/causal-race*.json or the folder `--out` has already is not made again. `sample` is for the machine that made the
+finals: models are too large to keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import race
+import torch
+from race import Measure, OutOfTime, RunRecord, Track
+
+FILES = "causal-race*.json"
+ARMS = ("recover-qk", "preln-qk", "prerms-qk")  # the best three of the masked race
+CONTEXT = 1024
+SHAPE: dict[str, Any] = {"objective": "causal", "positions": "rope", "depth": 12, "heads": 12, "batch": 8}
+TUNING = race.TUNING | SHAPE
+FINAL: dict[str, Any] = SHAPE | {"steps": 10_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 1, "checkpoint_every": 10_000}
+SEEDS = (1, 2)
+PROMPTS = ("The history of the city begins", "She opened the door and", "The experiment shows that")
+
+
+def read_masked_settings(arm: str) -> dict[str, Any]:
+    """As tuned for masked language modelling, but the rate."""
+    known = race.read_known()
+
+    def look_up(name: str, settings: dict[str, Any]) -> float:
+        loss = race.find_loss(known, name, race.TUNING | settings)
+        if loss is None:
+            raise race.Missing(name)
+        return loss
+
+    return race.tune(arm, look_up)
+
+
+def tune(arm: str, measure: Measure) -> dict[str, Any]:
+    """The masked race's settings with the best rate for causal models, found from the masked one by factors of 2 until it is inside."""
+    start = read_masked_settings(arm)
+
+    def run(rate: float) -> float:
+        return measure(f"causal-{arm}-{rate:g}", TUNING | race.set_rate(start, rate))
+
+    losses = {start["lr"]: run(start["lr"])}
+    return race.set_rate(start, race.extend(losses, run))
+
+
+def make_tables(known: dict[str, RunRecord]) -> str:
+    """Markdown: test losses of tuning by arm and rate, then the finals."""
+    tuning, finals = list[list[str]](), list[list[str]]()
+    for arm in ARMS:
+        mine = {name: run for name, run in known.items() if name.startswith(f"causal-{arm}-")}
+        short = {run.settings["lr"]: run for run in mine.values() if run.settings["steps"] == TUNING["steps"]}
+        losses = {rate: race.DIVERGED if run.result is None else run.result.test_loss for rate, run in short.items()}
+        if losses:
+            tuning.append([f"`{arm}`", ", ".join(f"{rate:g}: {losses[rate]:.3f}" for rate in sorted(losses)), f"{len(losses)}"])
+        long = [run for run in mine.values() if run.settings["steps"] == FINAL["steps"] and run.result is not None]
+        if long:
+            finals.append(_format_finals(arm, long))
+    heads = ["arm", "test loss by rate", "runs"], ["arm", "rate", "seeds", "test loss", "95 % interval", "bits a byte", "ms a step"]
+    return "\n\n".join(race.format_table(head, rows) for head, rows in zip(heads, (tuning, finals), strict=True))
+
+
+def _format_finals(arm: str, runs: list[RunRecord]) -> list[str]:
+    losses = [run.result.test_loss for run in runs if run.result is not None]
+    bits = [[line["bits_per_byte"] for line in run.metrics if line["kind"] == "test"][-1] for run in runs]
+    pace = statistics.median(race.milliseconds_a_step(run, CONTEXT) for run in runs)
+    seeds = ", ".join(str(run.settings["seed"]) for run in runs)
+    rate = f"{runs[0].settings['lr']:g}"
+    mean = statistics.mean(losses)
+    return [f"`{arm}`", rate, seeds, f"{mean:.3f}", race.format_interval(losses), f"{statistics.mean(bits):.3f}", f"{pace:.2f}"]
+
+
+def write_sample(run: Path) -> None:
+    """Text that the model of a run writes after each prompt, sampled at temperature 0.8 among the 50 likeliest tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import shaped.hf  # noqa: F401  makes the Auto classes know the model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run).to(device), AutoTokenizer.from_pretrained(run)
+    torch.manual_seed(0)
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").to(device)
+        written = model.generate(**ids, max_new_tokens=60, do_sample=True, temperature=0.8, top_k=50)
+        print(f"{run.name}: {tokenizer.decode(written[0], skip_special_tokens=True)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("tune", "final", "sample", "table"))
+    parser.add_argument("arms", nargs="*", default=ARMS, help=f"of {', '.join(ARMS)}; all of them by default")
+    parser.add_argument("--data", type=Path, default=Path("data-1024"))
+    parser.add_argument("--out", type=Path, default=Path("runs/causal"))
+    parser.add_argument("--minutes", type=float, default=9.0)
+    given = parser.parse_args()
+    if unknown := set(given.arms) - set(ARMS):
+        parser.error(f"arms must be among {', '.join(ARMS)}, got {', '.join(sorted(unknown))}")
+    if given.what == "table":
+        print(make_tables(race.read_known(given.out, files=FILES)))
+    elif given.what == "sample":
+        for arm in given.arms:
+            for run in sorted(given.out.glob(f"causal-{arm}-final-*-{SEEDS[0]}")):
+                write_sample(run)
+    else:
+        _make_runs(Track(given.data, given.out, given.minutes, FILES), given.arms, final=given.what == "final")
+
+
+def _make_runs(track: Track, arms: tuple[str, ...], final: bool) -> None:
+    try:
+        for arm in arms:
+            settings = tune(arm, track.measure)
+            print(f"{arm}: {settings}", flush=True)
+            for seed in SEEDS if final else ():
+                keeps = {"save_model": seed == SEEDS[0]}
+                track.measure(f"causal-{arm}-final-{settings['lr']:g}-{seed}", FINAL | settings | {"seed": seed} | keeps)
+    except OutOfTime as error:
+        print(f"{error}: the same command goes on", flush=True)
+
+
+if __name__ == "__main__":
+    main()
