@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,12 @@ SEEDS = (1, 2)
 PROMPTS = ("The history of the city begins", "She opened the door and", "The experiment shows that")
 
 
+read_masked = cache(race.read_known)
+
+
 def read_masked_settings(arm: str) -> dict[str, Any]:
     """As tuned for masked language modelling, but the rate."""
-    known = race.read_known()
+    known = read_masked()
 
     def look_up(name: str, settings: dict[str, Any]) -> float:
         loss = race.find_loss(known, name, race.TUNING | settings)

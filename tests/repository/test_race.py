@@ -34,6 +34,11 @@ def causal_race(race: ModuleType) -> ModuleType:
     return load("causal_race")
 
 
+@pytest.fixture(scope="module")
+def known(race: ModuleType) -> dict[str, Any]:
+    return race.read_known()
+
+
 def tuned(race: ModuleType, loss: Callable[[dict[str, Any]], float]) -> tuple[dict[str, Any], list[str]]:
     """The settings that win if a run's loss is this function of its settings, and the names of the runs."""
     runs: list[str] = []
@@ -127,23 +132,21 @@ def test_causal_arms_keep_the_masked_settings_but_the_rate(causal_race: ModuleTy
             assert (made.objective, made.positions, made.steps, made.seed) == ("causal", "rope", 4000, 0)
 
 
-def test_a_record_with_other_settings_is_refused(race: ModuleType):
-    known = race.read_known()
+def test_a_record_with_other_settings_is_refused(race: ModuleType, known: dict[str, Any]):
     assert race.find_loss(known, "recover-0.001", {"lr": 1e-3, "steps": 4000}) == pytest.approx(5.065, abs=1e-3)
     with pytest.raises(ValueError, match=r"recover-0\.001 must have been made with steps = 20, got 4000"):
         race.find_loss(known, "recover-0.001", {"steps": 20})
 
 
-def test_the_preset_is_the_best_arm(race: ModuleType):
-    known = race.read_known()
+def test_the_preset_is_the_best_arm(race: ModuleType, known: dict[str, Any]):
     losses = {name: run.result.test_loss for name, run in known.items() if run.result is not None and run.settings["steps"] == 4000}
     assert min(losses, key=losses.__getitem__).startswith("recover-qk-")
     tuned = race.tune("recover-qk", lambda name, settings: race.find_loss(known, name, race.TUNING | settings))
     assert tuned == pytest.approx(PRESETS["best"])
 
 
-def test_the_page_has_the_tables_of_the_results(race: ModuleType):
+def test_the_page_has_the_tables_of_the_results(race: ModuleType, known: dict[str, Any]):
     page = {line.replace(" ", "") for line in (ROOT / "docs" / "race.md").read_text(encoding="utf-8").splitlines()}
-    tables = [line.replace(" ", "") for line in race.make_tables(race.read_known()).splitlines() if line]
+    tables = [line.replace(" ", "") for line in race.make_tables(known).splitlines() if line]
     assert len(tables) > 10
     assert set(tables) <= page

@@ -12,6 +12,7 @@ from typing import Any
 
 from shaped.files import check_entries, read_json, sha256, write_sealed
 from shaped.nn.blocks import BLOCKS
+from shaped.train.run.options import read_hints
 from shaped.train.run.settings import PRESETS, Settings
 
 LAST = 500  # steps over which the training loss of a result is averaged
@@ -46,7 +47,7 @@ class Result:
     @classmethod
     def of(cls, row: dict[str, Any]) -> Result:
         """From what `to_dict` made; older rows lack the last entries. An error says what is wrong with a row."""
-        kinds = {name: typing.get_origin(kind) or kind for name, kind in typing.get_type_hints(cls).items()}
+        kinds = {name: typing.get_origin(kind) or kind for name, kind in read_hints(cls).items()}
         if other := sorted(row.keys() - kinds.keys()):
             raise ValueError(f"it has {', '.join(other)}, which no result has")
         later = {about.name for about in fields(cls) if about.default is not MISSING or about.default_factory is not MISSING}

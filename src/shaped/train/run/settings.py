@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-import typing
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from shaped.nn.norms import DYT_ALPHA, NORMS
 from shaped.nn.rotary import POSITIONS, ROPE_BASE, check_rope
 from shaped.nn.schedules import SCHEDULES
 from shaped.train.data.causal import BORDERS
-from shaped.train.run.options import check, describe, option
+from shaped.train.run.options import check, describe, option, read_hints
 from shaped.train.step.attention_backends import CHOICES as ATTENTION
 from shaped.train.step.learning_rates import DECAYS, compute_learning_rate
 from shaped.train.step.objectives import OBJECTIVES
@@ -308,6 +307,6 @@ def copy_option(name: str) -> Any:
     return field(default=about.default, metadata=about.metadata)
 
 
-HINTS = typing.get_type_hints(Settings)
+HINTS = read_hints(Settings)
 DEFAULTS: dict[str, Any] = {about.name: about.default for about in fields(Settings) if about.default is not MISSING}
 PLACES = {about.name for about in fields(Settings) if about.metadata["affects"] == "place"}
