@@ -108,7 +108,7 @@ class Stream(Normals):
         else:
             self._torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)  # torch takes seeds below 2^63
 
-    def fork(self) -> Normals:
+    def fork(self) -> Stream:
         self._forked = self._forked or self._make_fork()
         return self._forked
 

@@ -3,6 +3,7 @@
 import ast
 import inspect
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,7 @@ from shaped.layers import ResidualLayer
 from shaped.layers.base import Sizes
 from shaped.layers.feedforward import ActivationDrift
 from shaped.layers.terms import WeightNoise
-from shaped.testing import law, limit
-from shaped.testing.law import _branch_drifts
-
-CONTROL = shaped.ShapedFeedForward(0.8, 0.0, 0.0)
+from shaped.testing import drift, law, limit
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,9 +44,8 @@ class Crooked(shaped.ShapedFeedForward):
 
 
 def test_a_wrong_layer_is_rejected():
-    testing.check_drift_of_branch(shaped.ShapedFeedForward(0.8, 4.0, -4.0), samples=2_000, control=CONTROL)
     for check, layer in (
-        (lambda layer: testing.check_drift_of_branch(layer, samples=2_000, control=CONTROL), WrongDrift(0.8, 4.0, -4.0)),
+        (testing.check_drift_of_branch, WrongDrift(0.8, 0.0, -3.0)),
         (lambda layer: testing.check_Sigma_of_steps(layer), WrongNoise(0.8, 0.5, -0.5)),
         (lambda layer: testing.check_module(layer, networks=2000, samples=20_000), WrongModule(0.8, 4.0, -4.0)),
         (testing.check_symmetry, Crooked(0.8, 4.0, -4.0)),
@@ -108,13 +105,15 @@ def test_widths_fit_the_tokens_and_the_heads():
 def test_pairs_of_both_signs_remove_what_is_odd():
     """With a control little noise is left, so that few samples are enough. Unpaired, this number is 11."""
     layer, V = shaped.ShapedFeedForward(0.8, activation=shaped.ShapedGELU(0.7)), testing.random_covariance(3, 56)
-    one, other = (_branch_drifts(each, V, Sizes(256), 1000) for each in (layer, CONTROL))
-    assert ((one - other).std(0) / layer.drift(V).abs().max()).max() < 1.0
+    changes = [partial(drift._average_step, each) for each in (layer, drift.find_control(layer))]
+    means = drift.draw_drifts(changes, V, Sizes(256), 1000, 1)
+    noise = means.std(0) * (1000 / len(means)) ** 0.5
+    assert (noise / layer.drift(V).abs().max()).max() < 1.0
 
 
 def test_errors_say_what_is_wrong():
     """pytest rewrites a bare assert of this repository, not one of an installed package."""
-    source = "".join(Path(part.__file__ or "").read_text() for part in (law, limit))
+    source = "".join(Path(part.__file__ or "").read_text() for part in (drift, law, limit))
     bare = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert) and node.msg is None]
     assert not bare
     with pytest.raises(ValueError, match=r"layer must be a layer.*got 'gelu'"):

@@ -54,7 +54,7 @@ def test_drift_and_sigma_are_the_theorems_sums(m, kind, project, qk_norm, rope):
 def test_networks_with_rope_have_the_limits_drift_and_noise():
     """Without QK-norm the limit needs only the logits' second moments, which are right for every n_k: narrow keys, which are cheap, do."""
     layer = shaped.ShapedAttention(0.8, 0.4, rope=ROPES["frequencies"])
-    testing.check_drift_of_branch(layer, 3, samples=600_000, n_k=6)
+    testing.check_drift_of_branch(layer, 3, n_k=6)
     testing.check_Sigma_of_steps(layer, 3, n_k=6)
 
 

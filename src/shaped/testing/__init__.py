@@ -7,8 +7,8 @@ def test_my_layer():
 """
 
 from shaped.testing.contract import check_contract as check_contract
-from shaped.testing.law import check_drift_of_branch as check_drift_of_branch
-from shaped.testing.law import check_drift_of_steps as check_drift_of_steps
+from shaped.testing.drift import check_drift_of_branch as check_drift_of_branch
+from shaped.testing.drift import check_drift_of_steps as check_drift_of_steps
 from shaped.testing.law import check_module as check_module
 from shaped.testing.law import check_Sigma_of_steps as check_Sigma_of_steps
 from shaped.testing.law import check_survival as check_survival

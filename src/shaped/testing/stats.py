@@ -94,4 +94,6 @@ def assert_rejected(check: Callable[[], None]) -> None:
         check()
     except AssertionError:
         return
-    raise AssertionError("the check accepts a value that is 5 % off: it needs more samples, or a layer with a larger effect")
+    raise AssertionError(
+        "the check accepts a value that is 5 % off: it needs more samples, wider networks, or a layer with a larger effect"
+    )
