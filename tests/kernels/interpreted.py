@@ -76,7 +76,7 @@ def check_correction(m: int, causal: bool, transposed: bool, groups: int) -> Non
     R = R.tril() if causal else R
     R = R / R.sum(-1, keepdim=True)
     out = torch.empty_like(y)
-    blocks, gain = attention_correction.count_blocks(x), torch.tensor([0.6]) if groups == 1 else None
+    blocks, gain = attention_correction.count_blocks(m), torch.tensor([0.6]) if groups == 1 else None
     terms, dgain = (torch.empty(2, 2 * heads * blocks), torch.empty(2 * y.shape[1] * blocks)) if transposed else (None, None)
     attention_correction.correct(y, out, x, v, one, two, 0.5, 2.0, causal, transposed, gain, terms, dgain)
     factor = 1.0 if gain is None else float(gain)

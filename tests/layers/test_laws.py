@@ -86,7 +86,8 @@ def test_the_drift_of_whole_steps_is_the_limits():
 
 @pytest.mark.parametrize("name", [name for name in SHAPED if name != "RoPE"])
 def test_the_noise_is_the_limits(name):
-    testing.check_Sigma_of_steps(SHAPED[name], M)
+    # Several heads are slow to draw, and half of the samples still rejects 5 %.
+    testing.check_Sigma_of_steps(SHAPED[name], M, samples=120_000 if name.startswith("heads") else 240_000)
 
 
 def test_slopes_of_unequal_size_approach_the_limit_only_like_the_root_of_n():

@@ -122,7 +122,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v and, if the gains are learned, of gamma1 and gamma2, [2, heads]."""
     dq, dk, dv = attend_backward(do, q, k, v, plain, lse, scale, causal)
-    terms = lse.new_empty(2, q.shape[0] * q.shape[1] * count_blocks(do)) if learned else None
+    terms = lse.new_empty(2, q.shape[0] * q.shape[1] * count_blocks(do.shape[-2])) if learned else None
     correct(dv, dv, do, v, gamma1, gamma2, weight1, weight2, causal, transposed=True, dgamma=terms)
     return dq, dk, dv, lse.new_empty(0) if terms is None else terms.view(2, *q.shape[:2], -1).sum((1, 3))
 
@@ -178,7 +178,7 @@ def correct(
     from shaped.kernels.gpu.attention_correction import correct_kernel, sum_blocks_kernel
 
     batch, x_heads, m, D = x.shape
-    heads, blocks = y.shape[1], count_blocks(x)
+    heads, blocks = y.shape[1], count_blocks(m)
     sums = x.new_empty((batch, x_heads, blocks, D), dtype=torch.float32)
     sizes = (x_heads, m, D, BLOCK, causal and transposed)
     launch(sum_blocks_kernel, batch * x_heads * blocks, x, sums, *x.stride(), *sizes, on=x, num_warps=2)
@@ -215,9 +215,9 @@ def correct(
     )
 
 
-def count_blocks(x: Tensor) -> int:
-    """Blocks of tokens of a head of x, [batch, heads, m, D]. Each has one term of a gain's gradient."""
-    return -(-x.shape[-2] // BLOCK)
+def count_blocks(m: int) -> int:
+    """Blocks of m tokens. Each block of a head has one term of a gain's gradient."""
+    return -(-m // BLOCK)
 
 
 GAINS = "Tensor? gamma1, float weight1, Tensor? gamma2, float weight2, float? scale, bool causal"

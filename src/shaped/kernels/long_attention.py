@@ -1,7 +1,7 @@
 """Shaped attention of long sequences, from the one product that computes queries, keys and values.
 
 The stock kernel attends. Before it one pass normalises and rotates queries and keys; after it `attention_correction` adds identity and
-centring. Backward the same passes write the gradient of the product in place: nothing is copied together.
+centring. Backward, two passes write straight into the gradient of the one product: nothing is concatenated.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ class LongAttention:
         dgamma = None if dgamma1 is None or dgamma2 is None else (dgamma1, dgamma2)
         into = self._split(dqkv)[2].transpose(1, 2)
         attention_correction.correct(dv, into, do, v, *gammas, self.causal, transposed=True, gain=gain, dgamma=dgamma, dgain=dgain)
-        dq, dk = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk))
         cos, sin, stride = self._read_rotation()
         strides = (*dq.stride()[:3], *dk.stride()[:3], stride)
         sizes = (self.heads, qkv.shape[1], v.shape[-1], TOKENS)
@@ -121,7 +120,7 @@ class LongAttention:
     def count_terms(self, qkv: Tensor) -> int:
         """Terms of a gain's gradient."""
         batch, m, _ = qkv.shape
-        return batch * self.heads * -(-m // attention_correction.BLOCK)
+        return batch * self.heads * attention_correction.count_blocks(m)
 
     @property
     def _prepares(self) -> bool:
