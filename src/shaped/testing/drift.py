@@ -156,47 +156,42 @@ def _check_drift(layer: Layer, control: Layer | None, changes: Sequence[Change],
     def draw(n: int, samples: int) -> Tensor:
         return draw_drifts(changes, V, Sizes(n, sizes.n_k), samples, literal)
 
-    pilot = min(PILOT, samples)
-    first = _find_first_width(partial(draw, samples=pilot), sizes.n, b, scale)
-    widths = (first, 16 * first, 256 * first)
+    def is_near(means: Tensor, expected: Tensor | float, share: float) -> bool:
+        return bool(((means.mean(0) - expected).abs() < 5 * _find_error(means) + share * scale).all())
 
-    def extrapolate(samples: int) -> tuple[Tensor, Tensor]:
+    def extrapolate(first: int, samples: int) -> tuple[Tensor, Tensor]:
         """What is left without the terms in n^(-1/2) and 1/n, and the share of the latter."""
+        widths = (first, 16 * first, 256 * first)
         drawn = torch.stack([draw(n, samples) for n in widths])
         found, rough = (torch.tensordot(find_weights(widths[skip:]), drawn[skip:], 1) for skip in (0, 1))
         return found, found - rough
 
+    drawn = min(PILOT, samples)
+    for first in (sizes.n, 4 * sizes.n, 16 * sizes.n):
+        # Far from the limit the first terms of the series say little about it.
+        if is_near(draw(first, drawn), b, FAR) and is_near(extrapolate(first, drawn)[1], 0.0, LEFT):
+            break
+    else:
+        got = draw(16 * sizes.n, drawn).mean(0)
+        raise AssertionError(f"n·E[V' - V] must approach the drift {b}, or n be larger, got {got} at n = {16 * sizes.n}")
     wrong = 0.05 * (b if b.any() else scale.expand_as(b))
     seen = wrong.abs() - LEFT * scale  # what is left of an error of 5 %, in some entries nothing
-    drawn = pilot
     while True:
-        found, share = extrapolate(drawn)
+        found, share = extrapolate(first, drawn)
         needed = drawn * (Z_SEEN * _find_error(found) / seen)[seen > 0].min().item() ** 2
         if needed <= drawn or drawn == samples:
             break
         assert not reject or needed < 4 * samples, f"samples must be about {needed:.0e} to see 5 %, or control be given, got {samples}"
         drawn = min(samples, math.ceil(1.3 * needed))
-    settled = share.mean(0).abs() < 5 * _find_error(share) + LEFT * scale
-    assert settled.all(), f"n must be larger: n·E[V' - V] is not near its limit, got {first}"
-    mean, error = found.mean(0), _find_error(found)
+    assert is_near(share, 0.0, LEFT), f"n must be larger: n·E[V' - V] is not near its limit, got {first}"
 
     def check(expected: Tensor) -> None:
-        assert ((mean - expected).abs() < 5 * error + LEFT * scale).all(), f"drift must be {mean}, as networks have it, got {b}"
+        assert is_near(found, expected, LEFT), f"drift must be {found.mean(0)}, as networks have it, got {b}"
 
     check(b)
     if reject:
         assert_rejected(lambda: check(b - wrong))
         assert_rejected(lambda: check(b + wrong))
-
-
-def _find_first_width(draw: Callable[[int], Tensor], n: int, b: Tensor, scale: Tensor) -> int:
-    """n, 4n or 16n: the first at which networks are near the limit. Far from it the first terms of the series say little about it."""
-    drawn = Tensor()
-    for width in (n, 4 * n, 16 * n):
-        drawn = draw(width)
-        if ((drawn.mean(0) - b).abs() < 5 * _find_error(drawn) + FAR * scale).all():
-            return width
-    raise AssertionError(f"n·E[V' - V] must approach the drift, or n be larger, got {drawn.mean(0)} and {b} at n = {16 * n}")
 
 
 def _find_error(means: Tensor) -> Tensor:
