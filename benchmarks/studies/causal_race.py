@@ -91,7 +91,9 @@ def write_sample(run: Path) -> None:
     import shaped.hf  # noqa: F401  makes the Auto classes know the model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(run).to(device), AutoTokenizer.from_pretrained(run)
+    model: Any = AutoModelForCausalLM.from_pretrained(run)
+    model.to(device)
+    tokenizer = AutoTokenizer.from_pretrained(run)
     torch.manual_seed(0)
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").to(device)

@@ -129,9 +129,10 @@ def test_slopes_of_any_size_are_right_or_need_wider_networks():
         testing.check_drift_of_branch(Expected(*slopes))
         with pytest.raises(AssertionError, match="drift must be"):
             testing.check_drift_of_branch(Expected(*slopes, factor=1.05))
-    with pytest.raises(AssertionError, match="or n be larger, got"):
-        testing.check_drift_of_branch(Expected(-80.0, 0.0))
-    testing.check_drift_of_branch(Expected(-80.0, 0.0), n=4096)
+    for slopes in ((-80.0, 0.0), (-32.0, -37.0)):
+        with pytest.raises(AssertionError, match="or n be larger, got"):
+            testing.check_drift_of_branch(Expected(*slopes))
+        testing.check_drift_of_branch(Expected(*slopes), n=4096)
 
 
 def test_noise_that_hides_the_drift_is_named():
@@ -151,7 +152,9 @@ def test_widths_fit_the_tokens_and_the_heads():
 def test_pairs_of_both_signs_remove_what_is_odd():
     """With a control little noise is left, so that few samples are enough. Unpaired, this number is 11."""
     layer, V = shaped.ShapedFeedForward(0.8, activation=shaped.ShapedGELU(0.7)), testing.random_covariance(3, 56)
-    changes = [partial(drift._average_step, each) for each in (layer, drift.find_control(layer))]
+    control = drift.find_control(layer)
+    assert isinstance(control, shaped.ShapedFeedForward)
+    changes = [partial(drift._average_step, each) for each in (layer, control)]
     means = drift.draw_drifts(changes, V, Sizes(256), 1000, 1)
     noise = means.std(0) * (1000 / len(means)) ** 0.5
     assert (noise / layer.drift(V).abs().max()).max() < 1.0

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,10 +58,11 @@ def check_drift_of_branch(
     is a mean over features; this noise grows with n. Layers of this package have one by default (`find_control`). `n_k` is the width of
     the keys at every n; by default n over the heads.
     """
+    found: Layer | None = control
     if control is None and not (isinstance(layer, ShapedAttention) and not layer.project):  # there F is exact without logits
-        control = find_control(layer)
-    changes = [partial(_average_step, each) for each in (layer, control) if isinstance(each, ResidualLayer)]
-    _check_drift(layer, control, changes, m, Sizes(n, n_k), samples, reject)
+        found = find_control(layer)
+    changes = [partial(_average_step, each) for each in (layer, found) if isinstance(each, ResidualLayer)]
+    _check_drift(layer, found, changes, m, Sizes(n, n_k), samples, reject)
 
 
 def check_drift_of_steps(
@@ -79,7 +81,9 @@ def find_control(layer: Layer) -> Layer | None:
     if isinstance(layer, ShapedPerceptron):
         return ShapedPerceptron(0.0, 0.0)
     if isinstance(layer, ShapedAttention):
-        return ShapedAttention(**{entry.name: getattr(layer, entry.name) for entry in fields(ShapedAttention)} | {"tau0": 1e9})
+        settings: dict[str, Any] = {entry.name: getattr(layer, entry.name) for entry in fields(ShapedAttention)}
+        settings["tau0"] = 1e9  # no logits
+        return ShapedAttention(**settings)
     if isinstance(layer, Chain):
         controls = [control for control in map(find_control, layer.layers) if control is not None]
         return Chain(*controls) if len(controls) == len(layer.layers) else None
@@ -135,10 +139,8 @@ def draw_drifts(changes: Sequence[Change], V: Tensor, sizes: Sizes, samples: int
     block = min(BLOCK, math.ceil(samples / BLOCKS))
     many, means = V.expand(block, *V.shape), list[Tensor]()
     for number in range(math.ceil(samples / block)):
-        pairs = [
-            sum(change(many, sizes, source(literal, number, dtype=V.dtype, device=CPU)) for source in (PairedStream, MirroredStream)) / 2
-            for change in changes
-        ]
+        streams = [[source(literal, number, dtype=V.dtype, device=CPU) for source in (PairedStream, MirroredStream)] for _ in changes]
+        pairs = [(change(many, sizes, one) + change(many, sizes, other)) / 2 for change, (one, other) in zip(changes, streams, strict=True)]
         means.append(sizes.n * vech((pairs[0] - pairs[1] if len(pairs) > 1 else pairs[0]).mean(0)))
     return torch.stack(means)
 
