@@ -45,7 +45,7 @@ class Crooked(shaped.ShapedFeedForward):
 
 def test_a_wrong_layer_is_rejected():
     for check, layer in (
-        (testing.check_drift_of_branch, WrongDrift(0.8, 0.0, -3.0)),
+        (testing.check_drift_of_branch, WrongDrift(0.8, 0.0, -2.0)),
         (lambda layer: testing.check_Sigma_of_steps(layer), WrongNoise(0.8, 0.5, -0.5)),
         (lambda layer: testing.check_module(layer, networks=2000, samples=20_000), WrongModule(0.8, 4.0, -4.0)),
         (testing.check_symmetry, Crooked(0.8, 4.0, -4.0)),
@@ -125,14 +125,13 @@ class Expected(ResidualLayer):
 
 def test_slopes_of_any_size_are_right_or_need_wider_networks():
     """What the extrapolation leaves is not taken for an error of the layer, and does not hide one of 5 %."""
-    for slopes in ((0.0, -6.0), (-12.5, 1.5), (7.5, -10.0)):  # wide networks are taken for the first two; the third leaves most, 1 %
+    for slopes in ((0.0, -6.0), (-12.5, 1.5), (-30.0, 15.0)):  # at n, 4n or 16n
         testing.check_drift_of_branch(Expected(*slopes))
         with pytest.raises(AssertionError, match="drift must be"):
             testing.check_drift_of_branch(Expected(*slopes, factor=1.05))
-    for slopes in ((-80.0, 0.0), (-32.0, -37.0)):
-        with pytest.raises(AssertionError, match="or n be larger, got"):
-            testing.check_drift_of_branch(Expected(*slopes))
-        testing.check_drift_of_branch(Expected(*slopes), n=4096)
+    with pytest.raises(AssertionError, match="or n be larger, got"):
+        testing.check_drift_of_branch(Expected(-80.0, 0.0))
+    testing.check_drift_of_branch(Expected(-80.0, 0.0), n=4096)
 
 
 def test_noise_that_hides_the_drift_is_named():
@@ -152,9 +151,7 @@ def test_widths_fit_the_tokens_and_the_heads():
 def test_pairs_of_both_signs_remove_what_is_odd():
     """With a control little noise is left, so that few samples are enough. Unpaired, this number is 11."""
     layer, V = shaped.ShapedFeedForward(0.8, activation=shaped.ShapedGELU(0.7)), testing.random_covariance(3, 56)
-    control = drift.find_control(layer)
-    assert isinstance(control, shaped.ShapedFeedForward)
-    changes = [partial(drift._average_step, each) for each in (layer, control)]
+    changes = [partial(drift._average_step, each) for each in (layer, shaped.ShapedFeedForward(0.8, 0.0, 0.0))]
     means = drift.draw_drifts(changes, V, Sizes(256), 1000, 1)
     noise = means.std(0) * (1000 / len(means)) ** 0.5
     assert (noise / layer.drift(V).abs().max()).max() < 1.0

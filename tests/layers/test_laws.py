@@ -79,7 +79,7 @@ def test_the_drift_is_the_limits(name):
 
 def test_the_drift_of_whole_steps_is_the_limits():
     """For layers whose branch cannot be averaged by hand. A chain's drift is the sum of two that are tested above."""
-    testing.check_drift_of_steps(shaped.ShapedPerceptron(0.0, -3.0), M)
+    testing.check_drift_of_steps(shaped.ShapedPerceptron(0.0, -2.0), M)
     chain = shaped.ShapedAttention(0.7, 0.3) >> shaped.ShapedAttention(0.7, 0.4, mask="causal")
     testing.check_drift_of_steps(chain, M, samples=30_000, reject=False)
 

@@ -46,8 +46,7 @@ def check_Sigma_of_steps(layer: Layer, m: int = 3, n: int = 64, samples: int = 2
     """n·Cov[V'] → Sigma. An error of 5 % is rejected.
 
     The bias is C/n: a term in n^(-1/2) would be the covariance of an even and an odd function of the weights, which is 0. It cancels in
-    (4·Cov at 4n - Cov at n)/3. Of what is left, a series in n^(-1/2) from n^(-3/2) on, half the square of the change
-    from n to 4n is allowed. Where that change is large, wider
+    (4·Cov at 4n - Cov at n)/3. Half the square of the change from n to 4n is allowed for what is left. Where that change is large, wider
     networks are taken, up to 64n.
     """
     V = random_covariance(m, 57)
