@@ -16,8 +16,8 @@ def check_contract(layer: Layer, *, m: int = 3, n: int = 64, symmetric: bool = T
         layer: a layer with a limit. Give it a large effect, such as gamma = 0.8: an error of 5 % must be seen.
         m: number of tokens.
         n: the width at which finite networks are compared with the limit, with four times that for Sigma, 16 and 256 times that for the
-            drift. A multiple of the heads. Rotary positions with a base are slow to draw: the drift is checked in narrower networks there, and
-            an error of 5 % in it need not be seen.
+            drift. A multiple of the heads. Rotary positions with a base are slow to draw: their drift is checked in narrower networks,
+            and an error of 5 % in it need not be seen.
         control: a layer with drift 0 that draws the same normals, see `check_drift_of_branch`. Layers of this package have one.
         symmetric: does the layer treat all tokens alike? False for a mask or a bias.
     """
