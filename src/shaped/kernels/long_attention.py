@@ -110,6 +110,7 @@ class LongAttention:
         dgamma = None if dgamma1 is None or dgamma2 is None else (dgamma1, dgamma2)
         into = self._split(dqkv)[2].transpose(1, 2)
         attention_correction.correct(dv, into, do, v, *gammas, self.causal, transposed=True, gain=gain, dgamma=dgamma, dgain=dgain)
+        dq, dk = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk))  # the pass below reads rows of features
         cos, sin, stride = self._read_rotation()
         strides = (*dq.stride()[:3], *dk.stride()[:3], stride)
         sizes = (self.heads, qkv.shape[1], v.shape[-1], TOKENS)
