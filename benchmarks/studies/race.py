@@ -102,11 +102,12 @@ def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
 
 def lengthen(name: str, measure: Measure) -> dict[str, Any]:
     """The best settings at the finals' length, with the rate tuned again from the grid's best, the tuned settings and a probe's."""
-    starts = {"grid": tune(name, measure, free=False), "tuned": tune(name, measure)}
-    if starts["grid"] == starts["tuned"]:
-        del starts["grid"]
+    starts: dict[str, dict[str, Any]] = {}  # where the best is likely comes first
     if name in PROBED:
         starts["probe"] = set_rate(ARMS[name].settings | SLOW_EMBEDDING[1], PROBED[name])
+    starts |= {"tuned": tune(name, measure), "grid": tune(name, measure, free=False)}
+    if starts["grid"] == starts["tuned"]:
+        del starts["grid"]
     found: list[tuple[float, dict[str, Any]]] = []
     for label, start in starts.items():
 
