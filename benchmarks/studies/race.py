@@ -37,7 +37,7 @@ TUNING: dict[str, Any] = {"steps": 4000, "evaluate_every": 4000, "observe_every"
 FINAL: dict[str, Any] = {"steps": 20_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 1, "checkpoint_every": 5000}
 # Tuning looks at the last test loss only; a checkpoint is written when the time is over.
 LONG: dict[str, Any] = FINAL | {"seed": 0, "evaluate_every": 10_000, "observe_every": 10_000, "checkpoint_every": 20_000}
-# Of these arms an earlier probe had a better run than the grid, with `embedding_lr` = 1 and this rate: they get it as a third start.
+# Of these arms an earlier probe had a better run than the grid, with small tables at the rate of the rest: they get it as a third start.
 PROBED = {"preln-qk": 2e-3, "prerms-qk": 2e-3}
 QUIET: dict[str, Any] = {"save_model": False, "tensorboard": False}
 
@@ -104,7 +104,7 @@ def lengthen(name: str, measure: Measure) -> dict[str, Any]:
     """The best settings at the finals' length, with the rate tuned again from the grid's best, the tuned settings and a probe's."""
     starts: dict[str, dict[str, Any]] = {}  # where the best is likely comes first
     if name in PROBED:
-        starts["probe"] = set_rate(ARMS[name].settings | SLOW_EMBEDDING[1], PROBED[name])
+        starts["tables"] = set_rate(ARMS[name].settings | {"embedding_std": 0.02, "embedding_lr": 1.0}, PROBED[name])
     starts |= {"tuned": tune(name, measure), "grid": tune(name, measure, free=False)}
     if starts["grid"] == starts["tuned"]:
         del starts["grid"]
