@@ -9,6 +9,7 @@ from gain_gradients import GAINS, Shape, check_errors, find_relative_errors
 from shaped.kernels import attention_correction, chunked_cross_entropy, fused_block, relu_matmul, relu_matmul_hopper, short_attention
 from shaped.kernels.fused_block import Block, BlockFunction, Gains, Matrix
 from shaped.kernels.long_attention import LongAttention
+from shaped.kernels.packed_attention import MixingGains
 from shaped.kernels.short_attention import ShortAttention
 from shaped.kernels.side_stream import SideStream
 from stock_attention import attend_plainly, attend_plainly_backward
@@ -105,14 +106,14 @@ def check_long_attention(m: int, heads: int, D: int, qk_eps: float | None, causa
     angles = 3.0 * draw(max(rotations, 1), m, D // 2).double()
     exact_rotation = (angles.cos(), angles.sin()) if rotations else None
     rotation = (angles.cos().float(), angles.sin().float()) if rotations else None
-    gains = [torch.tensor([value]) for value in (0.7, 0.4, 0.6)]
+    gains = MixingGains(*(torch.tensor([value]) for value in (0.7, 0.4, 0.6)))
     exact = [x.double().requires_grad_() for x in (qkv, *gains)]
     expected = exact[3] * LongAttention(heads, 0.3, qk_eps, causal, exact_rotation).reference(*exact[:3])
     gradients = torch.autograd.grad(expected, exact, do.double())
     attention = LongAttention(heads, 0.3, qk_eps, causal, rotation)
-    out, saved = attention.attend(qkv, *gains)
+    out, saved = attention.attend(qkv, gains)
     terms = torch.empty(3, attention.count_terms(qkv))
-    dqkv = attention.attend_backward(do, qkv, saved, *gains, *terms)
+    dqkv = attention.attend_backward(do, qkv, saved, gains, MixingGains(*terms))
     case = f"m {m}, D {D}, qk_eps {qk_eps}, causal {causal}, rotations {rotations}"
     check_near(out, expected, f"long attention, {case}")
     for name, found, gradient in zip("qkv", dqkv.chunk(3, -1), gradients[0].chunk(3, -1), strict=True):

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from shaped.kernels import relu_matmul, relu_matmul_hopper, residual
 from shaped.kernels.long_attention import LongAttention
+from shaped.kernels.packed_attention import MixingGains
 from shaped.kernels.short_attention import ShortAttention
 from shaped.kernels.side_stream import SideStream
 
@@ -31,6 +32,10 @@ class Gains(NamedTuple, Generic[T]):
     lam_feedforward: T
     gamma_feedforward: T
     slope: T
+
+    @property
+    def mixing(self) -> MixingGains[T]:
+        return MixingGains(self.gamma1, self.gamma2, self.gamma_attention)
 
 
 # The kernels that compute the terms of each gain's gradient: over tokens, over hidden features, over queries.
@@ -99,7 +104,7 @@ class BlockFunction(torch.autograd.Function):
         x = x.contiguous()
         rows = x.flatten(0, -2)
         qkv = torch.mm(rows, block.qkv.weight.t()).unflatten(0, x.shape[:-1])
-        mixed, saved = block.attention.attend(qkv, own.gamma1, own.gamma2, own.gamma_attention)
+        mixed, saved = block.attention.attend(qkv, own.mixing)
         mixed, tokens, kept = mixed.flatten(0, -2), rows, None
         if places is not None:
             kept = (places + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]).flatten()
@@ -143,8 +148,7 @@ class BlockFunction(torch.autograd.Function):
             dmixed = torch.mm(g, block.output.weight)
             if kept is not None:
                 dx, dmixed = (torch.zeros_like(rows).index_add_(0, kept, part) for part in (dx, dmixed))
-            values, gradients = (own.gamma1, own.gamma2, own.gamma_attention), (terms.gamma1, terms.gamma2, terms.gamma_attention)
-            dqkv = block.attention.attend_backward(dmixed, qkv, saved, *values, *gradients).flatten(0, -2)
+            dqkv = block.attention.attend_backward(dmixed, qkv, saved, own.mixing, terms.mixing).flatten(0, -2)
             side_stream.write_weight_gradient(dqkv, rows, block.qkv.gradient)
             dx.addmm_(dqkv, block.qkv.weight)
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
-from shaped.kernels import attention_correction
+from shaped.kernels import attention_correction, packed_attention
 from shaped.kernels.availability import can_launch
 from shaped.kernels.gpu import launch
+from shaped.kernels.packed_attention import MixingGains
 
 TOKENS = 64  # of a program
 
@@ -23,31 +23,6 @@ def fits(x: Tensor, D: int) -> bool:
     """Can the kernels take tokens like x, [batch, m, *], with heads of D features?"""
     shapes = x.ndim == 3 and x.shape[0] > 0 and x.shape[1] > 0 and D in attention_correction.FEATURES
     return shapes and can_launch(x) and attention_correction.has_flash(x.device.index)
-
-
-def reference(
-    qkv: Tensor,
-    gamma1: Tensor | float,
-    gamma2: Tensor | float,
-    heads: int,
-    scale: float,
-    qk_eps: float | None = None,
-    causal: bool = False,
-    rotation: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Shaped attention of queries, keys and values in one tensor, [batch, m, 3 · heads · D], in plain PyTorch."""
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
-    if qk_eps is not None:
-        q, k = (rms_norm(x, x.shape[-1:], eps=qk_eps) for x in (q, k))
-    if rotation is not None:
-        q, k = (_rotate(x, *rotation) for x in (q, k))
-    return attention_correction.reference(q, k, v, gamma1, gamma2, scale, causal).transpose(1, 2).flatten(-2)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    one, two = x.chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
 @dataclass(frozen=True)
@@ -68,10 +43,10 @@ class LongAttention:
     rotation: tuple[Tensor, Tensor] | None = None
 
     def reference(self, qkv: Tensor, gamma1: Tensor, gamma2: Tensor) -> Tensor:
-        return reference(qkv, gamma1, gamma2, self.heads, self.scale, self.qk_eps, self.causal, self.rotation)
+        return packed_attention.reference(qkv, gamma1, gamma2, self.heads, self.scale, self.qk_eps, self.causal, self.rotation)
 
-    def attend(self, qkv: Tensor, gamma1: Tensor, gamma2: Tensor, gain: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The tokens, times `gain`, and for the backward pass: prepared queries and keys, plain attention, its log-normalisers."""
+    def attend(self, qkv: Tensor, gains: MixingGains[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The tokens, and for the backward pass: prepared queries and keys, plain attention, its log-normalisers."""
         q, k, v = self._split(qkv)
         prepared = qkv.new_empty(0)
         if self._prepares:
@@ -80,8 +55,7 @@ class LongAttention:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         plain, lse = attention_correction.attend(q, k, v, self.scale, self.causal, True)
         out = torch.empty(*qkv.shape[:2], self.heads, v.shape[-1], dtype=qkv.dtype, device=qkv.device)
-        gammas = gamma1.expand(self.heads), gamma2.expand(self.heads), 1.0, 1.0
-        attention_correction.correct(plain, out.transpose(1, 2), v, v, *gammas, self.causal, transposed=False, gain=gain)
+        attention_correction.correct(plain, out.transpose(1, 2), v, v, *self._gammas(gains), self.causal, transposed=False, gain=gains.gain)
         return out.flatten(-2), (prepared, plain, lse)
 
     def attend_backward(
@@ -89,12 +63,8 @@ class LongAttention:
         do: Tensor,
         qkv: Tensor,
         saved: tuple[Tensor, ...],
-        gamma1: Tensor,
-        gamma2: Tensor,
-        gain: Tensor,
-        dgamma1: Tensor | None,
-        dgamma2: Tensor | None,
-        dgain: Tensor | None,
+        gains: MixingGains[Tensor],
+        terms: MixingGains[Tensor | None],
     ) -> Tensor:
         """The gradient of qkv. Terms of the gains' gradients are written where tensors for them are given, `count_terms` of each."""
         from shaped.kernels.gpu.queries_keys import prepare_backward_kernel
@@ -106,15 +76,15 @@ class LongAttention:
         q, k, v, do = (x.transpose(1, 2) for x in (q, k, v, do.view(v.shape)))
         dq, dk, dv = attention_correction.attend_backward(do, q, k, v, plain, lse, self.scale, self.causal)
         dqkv = torch.empty_like(qkv)
-        gammas = gamma1.expand(self.heads), gamma2.expand(self.heads), 1.0, 1.0
-        dgamma = None if dgamma1 is None or dgamma2 is None else (dgamma1, dgamma2)
+        dgamma = None if terms.gamma1 is None or terms.gamma2 is None else (terms.gamma1, terms.gamma2)
         into = self._split(dqkv)[2].transpose(1, 2)
-        attention_correction.correct(dv, into, do, v, *gammas, self.causal, transposed=True, gain=gain, dgamma=dgamma, dgain=dgain)
+        wanted = {"gain": gains.gain, "dgamma": dgamma, "dgain": terms.gain}
+        attention_correction.correct(dv, into, do, v, *self._gammas(gains), self.causal, transposed=True, **wanted)
         dq, dk = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk))  # the pass below reads rows of features
         cos, sin, stride = self._read_rotation()
         strides = (*dq.stride()[:3], *dk.stride()[:3], stride)
         sizes = (self.heads, qkv.shape[1], v.shape[-1], TOKENS)
-        arguments = (dq, dk, qkv, dqkv, cos, sin, gain, self.qk_eps, *strides, *sizes)
+        arguments = (dq, dk, qkv, dqkv, cos, sin, gains.gain, self.qk_eps, *strides, *sizes)
         launch(prepare_backward_kernel, self._count_programs(qkv), *arguments, on=qkv, num_warps=4)
         return dqkv
 
@@ -122,6 +92,10 @@ class LongAttention:
         """Terms of a gain's gradient."""
         batch, m, _ = qkv.shape
         return batch * self.heads * attention_correction.count_blocks(m)
+
+    def _gammas(self, gains: MixingGains[Tensor]) -> tuple[Tensor, Tensor, float, float]:
+        """As `attention_correction.correct` takes them: one for each head, and factors."""
+        return gains.gamma1.expand(self.heads), gains.gamma2.expand(self.heads), 1.0, 1.0
 
     @property
     def _prepares(self) -> bool:

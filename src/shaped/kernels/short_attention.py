@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaped.kernels import long_attention
+from shaped.kernels import packed_attention
 from shaped.kernels.availability import assume_constant, can_launch, is_ampere_or_later
 from shaped.kernels.gpu import launch
+from shaped.kernels.packed_attention import MixingGains
 
 LONGEST = 128  # tokens, and features of a head: the matrices of one head must fit into a multiprocessor
 STAGES = 2  # chunks of features that are loaded ahead
@@ -31,7 +32,7 @@ def reference(
 ) -> Tensor:
     """What `attention` and `attend` compute, in plain PyTorch."""
     shaping = (0.0, 0.0) if gamma1 is None or gamma2 is None else (gamma1, gamma2)
-    out = long_attention.reference(qkv, *shaping, heads, scale, qk_eps)
+    out = packed_attention.reference(qkv, *shaping, heads, scale, qk_eps)
     return out if gain is None else gain * out
 
 
@@ -116,9 +117,9 @@ class ShortAttention:
     def reference(self, qkv: Tensor, gamma1: Tensor, gamma2: Tensor) -> Tensor:
         return reference(qkv, gamma1, gamma2, self.heads, self.scale, qk_eps=self.qk_eps)
 
-    def attend(self, qkv: Tensor, gamma1: Tensor, gamma2: Tensor, gain: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The tokens, times `gain`, and what the backward pass needs beside qkv."""
-        out, stats = attend(qkv, gamma1, gamma2, self.heads, self.scale, gain, self.qk_eps)
+    def attend(self, qkv: Tensor, gains: MixingGains[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The tokens, and what the backward pass needs beside qkv."""
+        out, stats = attend(qkv, gains.gamma1, gains.gamma2, self.heads, self.scale, gains.gain, self.qk_eps)
         return out, (stats,)
 
     def attend_backward(
@@ -126,17 +127,13 @@ class ShortAttention:
         do: Tensor,
         qkv: Tensor,
         saved: tuple[Tensor, ...],
-        gamma1: Tensor,
-        gamma2: Tensor,
-        gain: Tensor,
-        dgamma1: Tensor | None,
-        dgamma2: Tensor | None,
-        dgain: Tensor | None,
+        gains: MixingGains[Tensor],
+        terms: MixingGains[Tensor | None],
     ) -> Tensor:
         """The gradient of qkv. Terms of the gains' gradients are written where tensors for them are given, `count_terms` of each."""
         (stats,) = saved
-        gains = dgamma1, dgamma2, gain, dgain
-        return attend_backward(do, qkv, stats, gamma1, gamma2, self.heads, self.scale, *gains, self.qk_eps)
+        others = terms.gamma1, terms.gamma2, gains.gain, terms.gain
+        return attend_backward(do, qkv, stats, gains.gamma1, gains.gamma2, self.heads, self.scale, *others, self.qk_eps)
 
     def count_terms(self, qkv: Tensor) -> int:
         """Terms of a gain's gradient: one a query."""
