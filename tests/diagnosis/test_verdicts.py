@@ -47,6 +47,9 @@ def find(name: str, observation: Observation) -> Finding:
         ("entropy collapse", 1.0, {"attention": {"attn": replace(CALL, entropy=(0.01,))}}),
         ("entropy collapse", -1.0, {"attention": {"attn": replace(CALL, entropy=(1.0,))}}),
         ("uniform attention", 1.0, {"attention": {"attn": replace(CALL, entropy=(2.0 * (1.0 - 1e-6),))}}),
+        ("bounded attention", 0.0, {"attention": {"attn": replace(CALL, largest_share=0.5)}}),
+        ("bounded attention", math.log10(9.0), {"attention": {"attn": CALL, "cross": replace(CALL, largest_share=0.1)}}),
+        ("bounded attention", -math.log10(9.0), {"attention": {"attn": replace(CALL, largest_share=0.9)}}),
         ("exploding gradients", 1.0, {"gradients": {"weight": 1e-3}}),
         ("vanishing gradients", 2.0, {"gradients": {"weight": 1e4}}),
         ("vanishing gradients", -1.0, {"gradients": {"first": 6.0, "second": 8.0}}),
@@ -75,6 +78,9 @@ def test_risk_grows_with_every_excess_and_is_that_of_the_worst_stack():
     uniform = judge(make_observation(attention={"attn": replace(CALL, entropy=(2.0,))}))
     assert uniform[0].name == "uniform attention"
     assert measure_risk(uniform) < 0.3
+    bounded = judge(make_observation(attention={"attn": replace(CALL, largest_share=0.1)}))
+    assert (bounded[0].name, measure_risk(bounded)) == ("bounded attention", measure_risk(judge(make_observation())))
+    assert not any(finding.name == "bounded attention" for finding in judge(make_observation()))
     assert measure_risk(()) == 0.0
 
 

@@ -27,7 +27,11 @@ UNIFORM = 1e-5
 """How much of the uniform entropy is missing. Below it the logits are so small (about 0.01) that attention selects nothing, and that
 single precision barely resolves it. It is told but does not count as a risk: many models start like this and train, and where averaging
 makes tokens alike, the rank collapses."""
-NOTICES = ("uniform attention",)
+BOUNDED = 0.5
+"""The largest share that one key can ever get of a query's attention. Below it a head cannot select a token, however long it trains.
+Henry et al. 2020 learn the scale of normalised logits for this reason; the number is ours. It is told but does not count as a risk: such
+a model trains, and its attention stays an average (docs/diagnose.md, the study)."""
+NOTICES = ("uniform attention", "bounded attention")
 GRADIENT_SPREAD = 100.0
 """Largest over smallest gradient norm of a layer. Xiong et al. 2020: at initialisation the gradients of Post-LN are large near the output,
 and without warm-up it does not train well. The number is ours; the paper has none for this ratio."""
@@ -120,6 +124,21 @@ def judge_entropy(stack: StackObservation) -> Iterator[Finding]:
         yield Finding("uniform attention", stack.name, layers, value, 1.0 - UNIFORM, source, sentence, decades)
 
 
+def judge_bound(stack: StackObservation) -> Iterator[Finding]:
+    shares = [min((call.largest_share for call in layer.attention.values()), default=math.nan) for layer in stack.layers]
+    if not any(share < 1.0 for share in shares):  # nothing is normalised
+        return
+    worst = find_worst(stack, shares, lambda share: measure_decades((1.0 - share) / share * BOUNDED / (1.0 - BOUNDED)))
+    if worst:
+        layers, value, decades = worst
+        sentence = (
+            f"queries and keys are normalised, and their scale is so small that a key gets at most {show(value)} of the attention in "
+            f"{describe(layers)}, threshold {BOUNDED}, unless a trained gain follows"
+        )
+        source = "Henry et al. 2020: normalised logits need a larger scale"
+        yield Finding("bounded attention", stack.name, layers, value, BOUNDED, source, sentence, decades)
+
+
 def judge_gradients(stack: StackObservation) -> Iterator[Finding]:
     norms = list_curves(stack)["gradient"]
     known = {layer.name: norm for layer, norm in zip(stack.layers, norms, strict=True) if math.isfinite(norm)}
@@ -163,7 +182,7 @@ def judge_units(stack: StackObservation) -> Iterator[Finding]:
         yield Finding("dead units", stack.name, layers, value, DEAD, "Lu et al. 2019: dying ReLU", sentence, decades)
 
 
-RULES: tuple[Rule, ...] = (judge_rank, judge_entropy, judge_gradients, judge_stream, judge_units)
+RULES: tuple[Rule, ...] = (judge_rank, judge_entropy, judge_bound, judge_gradients, judge_stream, judge_units)
 
 
 Worst = tuple[tuple[str, ...], float, float]

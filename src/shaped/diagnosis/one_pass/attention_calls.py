@@ -6,6 +6,7 @@ over the last dimension of a product of two activations. The attention within `n
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shaped.diagnosis.one_pass.quantities import MASKED
+from shaped.diagnosis.one_pass.quantities import MASKED, bound_logits
 from shaped.nn.attention import shaped_attention
 from shaped.nn.diagnostics import at_least_single, iterate_logits
 
@@ -65,8 +66,8 @@ class CallWatcher(TorchFunctionMode):
     """Reports attention and activation calls while it is active.
 
     Args:
-        on_attention: called after the attention with the mask if one was given, the softmax's inputs, some queries at a time, and their
-            shape, (batch, heads, Q, K).
+        on_attention: called after the attention with the mask if one was given, the softmax's inputs, some queries at a time, their
+            shape, (batch, heads, Q, K), and what they cannot pass, infinity where nothing bounds them.
         on_activation: called with the function and its input, before the activation.
         on_part: called where a function of PARTS_OF_ACTIVATIONS is.
         sequences: tells the batch size of logits [batch · heads, Q, K] from Q.
@@ -75,7 +76,7 @@ class CallWatcher(TorchFunctionMode):
 
     def __init__(
         self,
-        on_attention: Callable[[Tensor | None, Logits, tuple[int, ...]], None],
+        on_attention: Callable[[Tensor | None, Logits, tuple[int, ...], float], None],
         on_activation: Callable[[Callable[[Tensor], Tensor], Tensor], None],
         on_part: Callable[[], None],
         sequences: Callable[[int, int], int],
@@ -135,7 +136,7 @@ class CallWatcher(TorchFunctionMode):
                 rows = slice(start, min(start + block, Q))
                 yield rows, some[..., rows, :]
 
-        self.on_attention(None, logits, (*s.shape[:2], Q, K))
+        self.on_attention(None, logits, (*s.shape[:2], Q, K), math.inf)
 
     def _report_fused(
         self,
@@ -172,7 +173,9 @@ class CallWatcher(TorchFunctionMode):
             with torch.autocast(q.device.type, enabled=False):
                 yield from iterate_logits(*singles, scale=scale, is_causal=is_causal, attn_mask=bias, block=block, positions=places)
 
-        self.on_attention(mask, logits, (*q.shape[:2], Q, K))
+        has_bias = mask is not None and mask.is_floating_point() and bool(((mask != 0.0) & mask.isfinite()).any())
+        bound = math.inf if has_bias else bound_logits(q[: self.first], k[: self.first], scale)
+        self.on_attention(mask, logits, (*q.shape[:2], Q, K), bound)
 
 
 def bring_to_four_dimensions(x: Tensor, single_head: bool) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.one_pass.attention_calls import CallWatcher, Logits
-from shaped.diagnosis.one_pass.quantities import count_dead_units, measure_attention, measure_tokens
+from shaped.diagnosis.one_pass.quantities import bound_share, count_dead_units, measure_attention, measure_tokens
 from shaped.diagnosis.one_pass.stack import Part, find_repeated_parts, find_tokens, list_prefixes
 
 
@@ -110,7 +111,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
     def _first(self, real: Tensor | None) -> Tensor | None:
         return None if real is None else real[: self.sequences]
 
-    def _attend(self, mask: Tensor | None, logits: Logits, shape: tuple[int, ...]) -> None:
+    def _attend(self, mask: Tensor | None, logits: Logits, shape: tuple[int, ...], bound: float) -> None:
         name, _, x = self._running[-1] if self._running else ("", self._model, None)
         batch, _, Q, K = shape
         self._settle_layout(x, batch, Q)
@@ -119,7 +120,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             if mask is not None and Q == K and mask.shape[0] == batch:
                 self._real = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1).any(-2)
         real = self._find_real(name, batch, Q)
-        found = measure_attention(logits(), self._first(real))
+        found = replace(measure_attention(logits(), self._first(real)), largest_share=bound_share(bound, K))
         self._number += 1
         for part in self._open.values():
             own = name[len(part.name) :].lstrip(".") or type(self._modules[name]).__name__

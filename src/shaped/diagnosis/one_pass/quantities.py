@@ -15,6 +15,9 @@ from shaped.nn.diagnostics import at_least_single, softmax_entropy, token_correl
 MASKED = -5000.0
 """A logit at or below this is masked: models that compute their softmax themselves mask with -inf, the dtype's minimum, -1e9 or -1e4. To
 the last of these they add the product of queries and keys, and in bfloat16 it is -9984: so the level is far above it."""
+NORMALISED = 0.01
+"""By how much a length may differ from that of a normalised query or key: its rounding in bfloat16 is smaller. Lengths that nothing
+normalises differ by about (2D)^(-1/2) among tokens, 0.06 for heads of 128 features, and have no reason to be 1 or the root of D."""
 NO_DERIVATIVE = 1e-6
 """A derivative of an activation that is not larger than this lets no gradient pass. GELU's is smaller beyond -5.4, SiLU's beyond -17."""
 ROWS = 4096  # tokens whose derivatives are computed at a time
@@ -49,6 +52,8 @@ class AttentionQuantities:
     """What it would be if attention were uniform: the mean logarithm of the number of keys."""
     largest_logit: tuple[float, ...]
     """The largest input of the softmax, scale and bias included."""
+    largest_share: float = 1.0
+    """What one key can get of a query's attention at most, whatever the directions of queries and keys are."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,26 @@ def measure_attention(logits: Iterable[tuple[slice, Tensor]], real: Tensor | Non
         tuple((uniform / queries).tolist()),
         tuple(torch.where(queries > 0, largest.double(), torch.nan).tolist()),
     )
+
+
+@torch.no_grad()
+def bound_logits(q: Tensor, k: Tensor, scale: float | None) -> float:
+    r"""What the logits of normalised queries and keys, [batch, heads, tokens, D], cannot pass: scale · |q| · |k|; else infinity.
+
+    Normalised are those whose root mean square is 1 (RMSNorm, LayerNorm) or whose length is 1. Tokens of length 0 are left out.
+    """
+    D, lengths = q.shape[-1], []
+    for x in (q, k):
+        norms = torch.linalg.vector_norm(at_least_single(x), dim=-1).flatten()
+        norms = norms[norms > 0.0]
+        fixed = [size for size in (D**0.5, 1.0) if len(norms) and bool(((norms / size - 1.0).abs() <= NORMALISED).all())]
+        lengths.append(fixed[0] if fixed else math.inf)
+    return abs(D**-0.5 if scale is None else scale) * lengths[0] * lengths[1]
+
+
+def bound_share(logit: float, keys: int) -> float:
+    """What one key gets if its logit is this one and those of all others are its negative: 1/(1 + (keys - 1) e^(-2 logit))."""
+    return 1.0 / (1.0 + (keys - 1) * math.exp(-2.0 * logit))
 
 
 def count_dead_units(function: Callable[[Tensor], Tensor], x: Tensor) -> DeadUnits:

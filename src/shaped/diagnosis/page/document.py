@@ -7,6 +7,7 @@ from typing import Any
 from shaped.diagnosis.page.charts import draw_curve, draw_gradients, draw_heads
 from shaped.diagnosis.page.style import STYLE
 from shaped.diagnosis.page.text import show_share
+from shaped.diagnosis.verdicts import NOTICES
 from shaped.html.document import render_document
 from shaped.html.text import render_table, show, to_html
 
@@ -25,6 +26,7 @@ RULES = {
     "rank collapse": "correlation",
     "entropy collapse": "entropy",
     "uniform attention": "entropy",
+    "bounded attention": "entropy",
     "vanishing gradients": "gradient",
     "exploding gradients": "gradient",
     "growing residual stream": "length",
@@ -72,7 +74,7 @@ def render_verdict(verdict: dict[str, Any], content: dict[str, Any]) -> str:
     listed = "".join(f"<li>{key} <b>{to_html(value)}</b></li>" for key, value in facts.items())
     tried = [trial for trial in content["remedies"] or () if (trial["verdict"], trial["stack"]) == (verdict["name"], verdict["stack"])]
     remedies = f'<ul class="remedies">{"".join(map(render_trial, tried))}</ul>' if tried else ""
-    kind = "notice" if verdict["name"] == "uniform attention" else "verdict"
+    kind = "notice" if verdict["name"] in NOTICES else "verdict"
     return (
         f'<section class="card {kind}"><h3>{to_html(verdict["name"])}</h3>\n<p>{to_html(verdict["sentence"])}.</p>\n'
         f'<ul class="facts">{listed}</ul>{remedies}</section>\n'

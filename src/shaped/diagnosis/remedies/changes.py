@@ -121,7 +121,8 @@ class DivideLogits(AttentionChange):
 
     def attend(self, func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.applied += 1
-        return func(query / self.temperature, key, value, *args, **kwargs)
+        scale = query.shape[-1] ** -0.5 if kwargs.get("scale") is None else kwargs["scale"]
+        return func(query, key, value, *args, **kwargs | {"scale": scale / self.temperature})
 
     def soften(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.applied += 1

@@ -111,6 +111,7 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
     "rank collapse": (SHAPE, WEAKEN),
     "entropy collapse": (NORMALISE, COOL),
     "uniform attention": (NORMALISE, SHARPEN, SHAPE),
+    "bounded attention": (SHARPEN,),
     "vanishing gradients": (SHAPE, WEAKEN, NORMALISE),
     "exploding gradients": (SHAPE, WEAKEN, NORMALISE),
     "growing residual stream": (WEAKEN, SHAPE),

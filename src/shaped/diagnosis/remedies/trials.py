@@ -24,6 +24,7 @@ QUANTITIES = {
     "rank collapse": "correlation behind the last layer",
     "entropy collapse": "smallest share of the uniform entropy",
     "uniform attention": "largest share of the uniform entropy",
+    "bounded attention": "largest share that one key can get",
     "vanishing gradients": "largest over smallest gradient",
     "exploding gradients": "largest over smallest gradient",
     "growing residual stream": "growth of the stream",
