@@ -220,10 +220,8 @@ def _format_long_runs(known: dict[str, RunRecord]) -> list[list[str]]:
     for name, run in known.items():
         if run.settings["steps"] == FINAL["steps"] and run.result is not None:
             arm = max((arm for arm in ARMS if name.startswith(f"{arm}-")), key=len)
-            usual = DEFAULTS | {"lr": None, "tau0": run.settings["width"] ** -0.5 if run.settings["qk_norm"] else TAU0}
-            shown = {key: run.settings[key] for key in SHOWN if run.settings[key] != usual[key]}
             is_tuning = run.settings["seed"] == LONG["seed"]
-            groups.setdefault((arm, _format_settings(shown), is_tuning), []).append(run)
+            groups.setdefault((arm, _format_settings(read_choices(run)), is_tuning), []).append(run)
     rows = []
     for (arm, shown, is_tuning), runs in groups.items():
         losses = [run.result.test_loss for run in runs if run.result is not None]
@@ -247,7 +245,13 @@ def format_table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
-SHOWN = ("lr", "embedding_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
+CHOSEN = ("lr", "embedding_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
+
+
+def read_choices(run: RunRecord) -> dict[str, Any]:
+    """The learning rate, and what else was tuned and is not the default."""
+    usual = DEFAULTS | {"lr": None, "tau0": run.settings["width"] ** -0.5 if run.settings["qk_norm"] else TAU0}
+    return {key: run.settings[key] for key in CHOSEN if run.settings[key] != usual[key]}
 
 
 def milliseconds_a_step(run: RunRecord, tokens: int = TOKENS) -> float:

@@ -116,15 +116,19 @@ def test_every_arm_makes_valid_settings(race: ModuleType, tmp_path: Path):
 
 
 def test_causal_arms_keep_the_masked_settings_but_the_rate(causal_race: ModuleType, tmp_path: Path):
-    for arm in causal_race.ARMS:
-        masked, runs = causal_race.read_masked_settings(arm), dict[str, dict[str, Any]]()
+    starts = {arm: causal_race.read_masked_settings(arm) for arm in causal_race.ARMS}
+    assert starts["recover-qk"] == pytest.approx(PRESETS["best"])
+    assert starts["preln-qk"] == {"model": "preln", "qk_norm": True, "lr": 2e-3, "embedding_lr": 1.0, "embedding_std": 0.02}
+    assert starts["prerms-qk"] == starts["preln-qk"] | {"norm": "rms"}
+    for arm, masked in starts.items():
+        runs: dict[str, dict[str, Any]] = {}
 
         def measure(name: str, settings: dict[str, Any], runs: dict[str, dict[str, Any]] = runs) -> float:
             runs[name] = settings
-            return abs(settings["lr"] - 2e-3)
+            return abs(settings["lr"] - 1e-3)
 
         found = causal_race.tune(arm, measure)
-        assert found["lr"] == 2e-3
+        assert found["lr"] == 1e-3
         others = ("init", "embedding_std", "clip", "qk_gain", "qk_norm", "model", "norm")
         assert [found.get(key) for key in others] == [masked.get(key) for key in others]
         for settings in runs.values():
