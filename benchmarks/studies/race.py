@@ -3,7 +3,7 @@
     python benchmarks/studies/race.py tune recover-qk preln-qk --data data --out runs/race --minutes 9
     python benchmarks/studies/race.py lengthen recover-qk preln-qk --data data --out runs/full
     python benchmarks/studies/race.py final recover-qk --data data --out runs/finals --seeds 1 2 3
-    python benchmarks/studies/race.py table
+    python benchmarks/studies/race.py table --write
 
 A run that docs/results/race*.json or the folder `--out` has already is not made again. `shaped collect` turns the folder into such a file.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shaped.figures.harness.claims import student
+from shaped.files import write_atomically
 from shaped.train.run.loop import pretrain
 from shaped.train.run.settings import DEFAULTS, TAU0, Settings
 from shaped.train.run.stopping import Diverged, Stopped
@@ -242,7 +243,20 @@ def format_interval(losses: list[float]) -> str:
 
 def format_table(head: list[str], rows: list[list[str]]) -> str:
     """Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
+    return "\n".join([first, f"|{'---|' * len(head)}", *others])
+
+
+def write_tables(page: Path, tables: str) -> None:
+    """Puts each table in the place of the one whose first two columns have the same names."""
+    text = page.read_text(encoding="utf-8")
+    for table in tables.split("\n\n"):
+        head = "|".join(table.splitlines()[0].split("|")[:3])
+        if text.count(f"\n{head}|") != 1:
+            raise ValueError(f"{page} must have one table that begins with {head} |, got {text.count(head)}")
+        start = text.index(f"\n{head}|") + 1
+        text = text[:start] + table + text[text.index("\n\n", start) :]
+    write_atomically(page, lambda file: file.write(text.encode()))
 
 
 CHOSEN = ("lr", "embedding_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
@@ -307,13 +321,17 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("runs/race"))
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--write", action="store_true", help="with table: into docs/race.md")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
     given = parser.parse_args()
     for name in given.arms:
         if name not in ARMS:
             parser.error(f"arms must be among {', '.join(ARMS)}, got {name}")
     if given.what == "table":
-        print(make_tables(read_known(given.out)))
+        tables = make_tables(read_known(given.out))
+        print(tables)
+        if given.write:
+            write_tables(RESULTS.parent / "race.md", tables)
         return
     track = Track(given.data, given.out, given.minutes)
     try:
