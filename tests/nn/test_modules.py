@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call, vmap
 
 import shaped
 from refusals import refused
@@ -25,33 +27,52 @@ from shaped.nn import (
 )
 from shaped.nn.activations import ShapedGELU
 from shaped.nn.functional import shaped_relu
-from shaped.testing.stats import assert_same_moments, generator, random_covariance, seed
+from shaped.testing.law import draw_tokens
+from shaped.testing.stats import assert_mean, assert_rejected, assert_same_moments, generator, random_covariance, seed
 
 M, N, HEADS, GAMMA, TAU0 = 3, 12, 2, 0.7, 0.4
 
 
-def tokens(V, g):
-    directions = torch.linalg.qr(torch.randn(N, M, generator=g, dtype=torch.float64)).Q  # without LayerNorm any direction will do
-    return math.sqrt(N) * torch.linalg.cholesky(V) @ directions.mT
+def make_block(width, causal=False, fold=True):
+    attention = ShapedSelfAttention(width, HEADS, tau0=TAU0, causal=causal, fold=fold)
+    return ShapedTransformerBlock(attention, ShapedFeedForwardBlock(width, width, c_minus=-1.5), GAMMA)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("fold", [False, True])
 def test_a_block_at_initialisation_has_the_theorys_law(causal, fold):
-    """One block, hidden width n, against `propagate` of the theory's layers with an output projection."""
-    V, g = random_covariance(M, 110), generator(111)
-    torch.manual_seed(seed(112))
-    drawn = torch.empty(5000, M, M, dtype=torch.float64)
+    """One block, hidden width n, against `propagate` of the theory's layers with an output projection.
+
+    All networks at once: made one by one, half as many take eight times as long. So their weights are drawn here, with the deviation
+    that the block names, and the test below says that the block draws them so.
+    """
+    V, g, networks = random_covariance(M, 110), generator(111), 10_000
+    block = make_block(N, causal, fold).double()
+    linear = {f"{name}.weight": part for name, part in block.named_modules() if isinstance(part, nn.Linear)}
+    assert {name for name, weight in block.named_parameters() if weight.ndim > 1} == set(linear)
+    weights = {
+        name: part.__dict__["std"] * torch.randn(networks, *part.weight.shape, generator=g, dtype=torch.float64)
+        for name, part in linear.items()
+    }
+    X = draw_tokens(V, N, g, (networks,))
     with torch.no_grad():
-        for i in range(len(drawn)):
-            block = ShapedTransformerBlock(
-                ShapedSelfAttention(N, HEADS, tau0=TAU0, causal=causal, fold=fold), ShapedFeedForwardBlock(N, N, c_minus=-1.5), GAMMA
-            )
-            drawn[i] = gram(block.double()(tokens(V, g)))
+        drawn = gram(vmap(lambda weight, x: functional_call(block, weight, (x,)), chunk_size=4000)(weights, X))
     mask = "causal" if causal else None
     theory = shaped.ShapedAttention(GAMMA, TAU0, HEADS, True, mask) >> shaped.ShapedFeedForward(GAMMA, 0.0, -1.5)
     law = shaped.propagate(theory, V, n=N, d=1, samples=50_000, seed=seed(113), record="last")
     assert_same_moments(vech(law.V[-1]), vech(drawn))
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_blocks_weights_are_normal_with_the_deviation_that_it_names(fold):
+    torch.manual_seed(seed(112))
+    linear = [part for part in make_block(256, fold=fold).modules() if isinstance(part, nn.Linear)]
+    for part in linear:
+        weight = part.weight.detach().double().flatten() / part.__dict__["std"]
+        moments = torch.stack([weight, weight**2, weight**3, weight**4], 1)
+        assert_mean(moments, torch.tensor([0.0, 1.0, 0.0, 3.0]))
+        assert_rejected(lambda weight=weight: assert_mean(1.05 * weight**2, 1.0))
+    assert len({part.weight[0, 0].item() / part.__dict__["std"] for part in linear}) == len(linear)
 
 
 def mean_rho(X):
