@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", EVERY)
 def test_one_step_has_the_law_of_explicit_weights(name):
     """All networks at once. `testing.check_module`, which makes them one by one, takes four times as long: `test_gelu.py` has it."""
-    layer, n = EVERY[name], 16 if name == "heads, ALiBi" else 12  # 8 heads
+    layer, n = EVERY[name], 12
     n_k = find_key_width(layer, n, 5)
     explicit = draw_explicit(layer, 6_000, 51, sizes=Sizes(n, n_k))
     for path in ("tokens",) if layer.needs_tokens else ("tokens", "gram"):
@@ -63,12 +63,13 @@ def test_a_deep_network_has_the_law_of_explicit_weights():
 
 
 ROTATED = "RoPE, QK-norm, causal"
-RESIDUAL = [name for name in SHAPED if isinstance(SHAPED[name], ResidualLayer) and name != "RoPE"]
+# RoPE draws its queries and keys, which is slow: `test_logit_kernels.py` has it with narrow keys, and rejects 5 %.
+# "heads" runs the lines of "heads, ALiBi", and adds up the limits of its heads as "heads, projected" does.
+IN_THE_LIMIT = [name for name in SHAPED if name not in ("RoPE", "heads")]
 
 
-@pytest.mark.parametrize("name", RESIDUAL)
+@pytest.mark.parametrize("name", [name for name in IN_THE_LIMIT if isinstance(SHAPED[name], ResidualLayer)])
 def test_the_drift_is_the_limits(name):
-    """RoPE draws its queries and keys, which is slow: `test_logit_kernels.py` has it with narrow keys, and rejects 5 %."""
     layer = SHAPED[name]
     assert isinstance(layer, ResidualLayer)
     if name == ROTATED:
@@ -84,10 +85,14 @@ def test_the_drift_of_whole_steps_is_the_limits():
     testing.check_drift_of_steps(chain, M, samples=30_000, reject=False)
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPED if name != "RoPE"])
+NARROWER = {"heads, ALiBi": 16, ROTATED: 32}  # slow to draw, and near the limit at these widths too
+
+
+@pytest.mark.parametrize("name", IN_THE_LIMIT)
 def test_the_noise_is_the_limits(name):
-    # Several heads are slow to draw, and half of the samples still rejects 5 %.
-    testing.check_Sigma_of_steps(SHAPED[name], M, samples=120_000 if name.startswith("heads") else 240_000)
+    # Slopes do not enter the limit's noise, and with large ones only networks of width 1024 are near it.
+    layer = shaped.ShapedFeedForward(0.8, 1.0, -1.0) if name == "feed-forward" else SHAPED[name]
+    testing.check_Sigma_of_steps(layer, M, NARROWER.get(name, 64))
 
 
 def test_slopes_of_unequal_size_approach_the_limit_only_like_the_root_of_n():
@@ -123,7 +128,7 @@ def test_layers_without_a_limit_say_why(name):
 def test_only_the_shaped_layers_updates_shrink_with_the_width(name):
     """What NoLimit says is so: the mean update of V is O(1) there; of a layer with a limit it is O(1/n)."""
     layer, V = EVERY[name], 2.0 * random_covariance(M, 60)
-    updates, samples = [], 2_000 if "RoPE" in name else 20_000
+    updates, samples = [], 2_000 if "RoPE" in name else 4_000
     for n in (64, 1024):
         after = shaped.propagate(layer, V, n=n, d=1, samples=samples, seed=seed(61), record="last").V[-1]
         updates.append((after.mean(0) - V).abs().max().item())

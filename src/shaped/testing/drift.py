@@ -9,16 +9,17 @@ has exactly b/(a² + e²), a ± e being the slopes, so that c₁ = -(c_plus + c_
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shaped.covariance import Point, factor, gram, vech
+from shaped.covariance import FEW, Point, factor, gram, make_batch_innermost, vech
 from shaped.engine import draw_start
 from shaped.layers.attention import ShapedAttention
 from shaped.layers.base import Chain, Layer, ResidualLayer, Sizes
@@ -130,22 +131,27 @@ class MirroredStream(PairedStream):
         return -super().rows(like, size, degrees)
 
 
-def draw_drifts(changes: Sequence[Change], V: Tensor, sizes: Sizes, samples: int, literal: int) -> Tensor:
-    """Samples with mean n·E[V' - V], as means of blocks, [block, p]. The second change, of the control, is subtracted.
+def find_block(samples: int) -> int:
+    """Samples in a block, where so many are drawn."""
+    return min(BLOCK, math.ceil(samples / BLOCKS))
+
+
+def draw_drifts(changes: Sequence[Change], V: Tensor, sizes: Sizes, blocks: range, block: int, literal: int) -> list[Tensor]:
+    """Samples with mean n·E[V' - V], as means of blocks of this size, [p]. The second change, of the control, is subtracted.
 
     Blocks have streams of their own and are independent. In a block all widths, layer and control share their draws, which removes noise
     from differences. Logits and hidden features come in pairs of both signs, which removes everything that is odd in them.
     """
-    block = min(BLOCK, math.ceil(samples / BLOCKS))
     many, means = V.expand(block, *V.shape), list[Tensor]()
-    for number in range(math.ceil(samples / block)):
+    many = make_batch_innermost(many) if len(V) <= FEW else many.contiguous()
+    for number in blocks:
         one, mirrored = (
             [change(many, sizes, source(literal, number, dtype=V.dtype, device=CPU)) for change in changes]
             for source in (PairedStream, MirroredStream)
         )
         pairs = [(x + y) / 2 for x, y in zip(one, mirrored, strict=True)]
         means.append(sizes.n * vech((pairs[0] - pairs[1] if len(pairs) > 1 else pairs[0]).mean(0)))
-    return torch.stack(means)
+    return means
 
 
 def _check_drift(layer: Layer, control: Layer | None, changes: Sequence[Change], m: int, sizes: Sizes, samples: int, reject: bool) -> None:
@@ -156,38 +162,43 @@ def _check_drift(layer: Layer, control: Layer | None, changes: Sequence[Change],
         assert (vech(control.drift(V)).abs() < 1e-9 * scale).all(), f"control must have drift 0, got {control!r}"
 
     literal = seed(55)
+    kept = defaultdict[tuple[int, int], list[Tensor]](list)
 
-    @cache
-    def draw(n: int, samples: int) -> Tensor:
-        return draw_drifts(changes, V, Sizes(n, sizes.n_k), samples, literal)
+    def draw(n: int, samples: int, block: int) -> Tensor:
+        """Means of blocks of this size, [block, p]. Only those that are not there yet are drawn."""
+        means = kept[n, block]
+        means += draw_drifts(changes, V, Sizes(n, sizes.n_k), range(len(means), math.ceil(samples / block)), block, literal)
+        return torch.stack(means)
 
     def is_near(means: Tensor, expected: Tensor | float, share: float) -> bool:
         return bool(((means.mean(0) - expected).abs() < 5 * _find_error(means) + share * scale).all())
 
-    def extrapolate(first: int, samples: int) -> tuple[Tensor, Tensor]:
+    def extrapolate(first: int, samples: int, block: int) -> tuple[Tensor, Tensor]:
         """What is left without the terms in n^(-1/2) and 1/n, and the share of the latter."""
         widths = (first, 16 * first, 256 * first)
-        drawn = torch.stack([draw(n, samples) for n in widths])
+        drawn = torch.stack([draw(n, samples, block) for n in widths])
         found, rough = (torch.tensordot(find_weights(widths[skip:]), drawn[skip:], 1) for skip in (0, 1))
         return found, found - rough
 
     drawn = min(PILOT, samples)
+    block = find_block(drawn)
     for first in (sizes.n, 4 * sizes.n, 16 * sizes.n):
         # Far from the limit the first terms of the series say little about it.
-        if is_near(draw(first, drawn), b, FAR) and is_near(extrapolate(first, drawn)[1], 0.0, LEFT):
+        if is_near(draw(first, drawn, block), b, FAR) and is_near(extrapolate(first, drawn, block)[1], 0.0, LEFT):
             break
     else:
-        got = draw(16 * sizes.n, drawn).mean(0)
+        got = draw(16 * sizes.n, drawn, block).mean(0)
         raise AssertionError(f"n·E[V' - V] must approach the drift {b}, or n be larger, got {got} at n = {16 * sizes.n}")
     wrong = 0.05 * (b if b.any() else scale.expand_as(b))
     seen = wrong.abs() - LEFT * scale  # what is left of an error of 5 %, in some entries nothing
     while True:
-        found, share = extrapolate(first, drawn)
+        found, share = extrapolate(first, drawn, block)
         needed = drawn * (Z_SEEN * _find_error(found) / seen)[seen > 0].min().item() ** 2
         if needed <= drawn or drawn == samples:
             break
         assert not reject or needed < 4 * samples, f"samples must be about {needed:.0e} to see 5 %, or control be given, got {samples}"
-        drawn = min(samples, math.ceil(1.3 * needed))
+        pilot, drawn = drawn <= PILOT, min(samples, math.ceil(1.3 * needed))
+        block = find_block(drawn) if pilot else block
     assert is_near(share, 0.0, LEFT), f"n must be larger: n·E[V' - V] is not near its limit, got {first}"
 
     def check(expected: Tensor) -> None:

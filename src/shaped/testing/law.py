@@ -42,8 +42,8 @@ def draw_tokens(V: Tensor, n: int, g: torch.Generator, batch: tuple[int, ...] = 
     return math.sqrt(n) * torch.linalg.cholesky(V).to(Z) @ (vectors / values.sqrt()[..., None, :] @ vectors.mT @ Z)
 
 
-def check_Sigma_of_steps(layer: Layer, m: int = 3, n: int = 64, samples: int = 240_000, n_k: int | None = None) -> None:
-    """n·Cov[V'] → Sigma. An error of 5 % is rejected.
+def check_Sigma_of_steps(layer: Layer, m: int = 3, n: int = 64, samples: int = 150_000, n_k: int | None = None) -> None:
+    """n·Cov[V'] → Sigma. An error of 5 % is rejected: a standard error is 0.6 % of the variance.
 
     The bias is C/n: a term in n^(-1/2) would be the covariance of an even and an odd function of the weights, which is 0. It cancels in
     (4·Cov at 4n - Cov at n)/3. Half the square of the change from n to 4n is allowed for what is left. Where that change is large, wider
