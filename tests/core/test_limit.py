@@ -91,7 +91,7 @@ def fokker_planck(noise: float, relu: float, rho0: float, T: float) -> tuple[np.
 def test_two_tokens_follow_the_fokker_planck_equation(layer, noise, relu):
     points, cdf = fokker_planck(noise, relu, 0.2, 1.0)
     V0 = shaped.equicorrelated(2, 0.2)
-    paths = shaped.solve(layer, V0, T=1.0, steps=200, samples=200_000, seed=seed(21), record="last")
+    paths = shaped.solve(layer, V0, T=1.0, steps=50, samples=200_000, seed=seed(21), record="last")
     rho = paths.rho[-1, :, 0, 1]
     assert_distribution(rho, points, cdf, bias=0.002)
     for wrong in ({"relu": 1.05 * relu, "noise": noise}, {"relu": relu, "noise": 1.05 * noise}):
