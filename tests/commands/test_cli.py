@@ -1,7 +1,6 @@
 """The command line: what it prints, what it writes, and how it refuses."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -309,53 +308,6 @@ def test_an_interrupted_run_says_so(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, *SMALL, "--out", str(tmp_path)) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def closed_pipe() -> int:
-    reading, writing = os.pipe()
-    os.close(reading)
-    return writing
-
-
-@pytest.mark.parametrize("json", [[], ["--json"]], ids=["table", "json"])
-@pytest.mark.parametrize(("name", "status"), [("pipe", 1), ("full", 2)])
-def test_results_are_written_before_they_are_printed(tmp_path, json, name, status):
-    """To a pipe that nobody reads, and to a device that is full."""
-    out = closed_pipe() if name == "pipe" else os.open("/dev/full", os.O_WRONLY)
-    try:
-        done = subprocess.run([sys.executable, "-m", "shaped", *SMALL, *json], stdout=out, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    finally:
-        os.close(out)
-    assert done.returncode == status
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["simulate.json", "simulate.png"]
-    said = (
-        ""
-        if name == "pipe"
-        else "shaped: standard output must take what is printed, got 'No space left on device'; the results are in out\n"
-    )
-    assert done.stderr == said
-
-
-def test_figures_are_finished_though_nobody_reads_their_lines(monkeypatch, tmp_path):
-    small = laws.Settings(n=16, d=12, samples=256)
-    monkeypatch.setattr("shaped.figures.pages.fig7.settings", lambda scale: small)
-    out = os.fdopen(closed_pipe(), "w")
-    monkeypatch.setattr(sys, "stdout", out)
-    assert run(monkeypatch, "reproduce", "fig7", "--out", str(tmp_path)) == 1
-    out.close()
-    assert (tmp_path / "report.html").exists()
-
-
-def test_standard_output_may_be_closed_or_know_few_characters(tmp_path):
-    """What it cannot show is escaped; the results are written all the same."""
-    command = [sys.executable, "-m", "shaped", *SMALL]
-    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert (closed.returncode, closed.stderr) == (0, "")
-    assert (tmp_path / "out" / "simulate.json").exists()
-    few = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*command, "--out", "\u2297"], capture_output=True, text=True, cwd=tmp_path, env=few)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "written: \\u2297/simulate.json" in done.stdout
 
 
 def test_importing_the_library_stays_light():

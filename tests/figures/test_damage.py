@@ -1,11 +1,13 @@
 """A damaged out folder: nothing escapes, and nothing damaged is shown as if it were whole."""
 
 import numpy as np
-from damaged_figures import Place
+from damaged_figures import IDS, Place
+from tiny import plain_pictures
 
 
 def test_no_random_damage_of_an_out_folder_goes_unnoticed(tmp_path, monkeypatch):
-    """The first of the 1,000 that `python tests/figures/damaged_figures.py` makes."""
+    """The first of the 1,000 that `python tests/figures/damaged_figures.py` makes, with plain pictures."""
+    plain_pictures(monkeypatch.setattr, *IDS)
     place = Place(tmp_path, monkeypatch.setattr)
     outcomes = {}
     for number in range(12):

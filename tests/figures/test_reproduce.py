@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from tiny import SETTINGS
+from tiny import SMALLEST, plain_pictures
 
 from refusals import refused
 from shaped.figures.harness import cache, reproduce, simulator
@@ -20,8 +20,9 @@ QUICK = ("fig7", "fig8")
 
 @pytest.fixture(autouse=True)
 def computed_ids(monkeypatch):
-    """Tiny figures of one number of tokens; yields the list of what was computed."""
+    """Tiny figures of one number of tokens, in plain pictures; yields the list of what was computed."""
     monkeypatch.setattr(simulator, "CLAIMED_TOKENS", ())
+    plain_pictures(monkeypatch.setattr, *QUICK)
     done = []
     for id in QUICK:
         page = reproduce.load_page(id)
@@ -31,7 +32,7 @@ def computed_ids(monkeypatch):
             return whole(settings, simulator)
 
         monkeypatch.setattr(page, "compute", compute)
-        monkeypatch.setattr(page, "settings", lambda scale, id=id: SETTINGS[id])
+        monkeypatch.setattr(page, "settings", lambda scale, id=id: SMALLEST[id])
     return done
 
 
@@ -182,10 +183,10 @@ def test_a_failing_claim_is_shown_with_its_reason(tmp_path, monkeypatch):
 
 def test_workers_change_no_bit():
     page = reproduce.load_page("fig7")
-    here = page.compute(SETTINGS["fig7"], Simulator())
+    here = page.compute(SMALLEST["fig7"], Simulator())
     with LocalWorkers(2) as workers:
         told = []
-        there = page.compute(SETTINGS["fig7"], Simulator(executor=workers, advance=lambda done, total: told.append((done, total))))
+        there = page.compute(SMALLEST["fig7"], Simulator(executor=workers, advance=lambda done, total: told.append((done, total))))
     assert told == [(1, 2), (2, 2)]
     assert here.claims == there.claims
     assert all(np.array_equal(here.arrays[name], there.arrays[name]) for name in here.arrays)
@@ -218,11 +219,12 @@ def test_the_report_leaves_out_what_is_damaged_and_says_so(tmp_path):
     run(tmp_path)
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
     picture = kept[tmp_path / "fig7.png"]
+    half = len(picture) // 2
     for name, content, word in (
         ("fig7.json", b"{}", "fig7.json must"),
         ("fig7.json", kept[tmp_path / "fig8.json"], "figure fig7"),
         ("fig7.png", picture[:-20], "whole PNG"),
-        ("fig7.png", picture[:5000] + bytes([picture[5000] ^ 1]) + picture[5001:], "whole PNG"),
+        ("fig7.png", picture[:half] + bytes([picture[half] ^ 1]) + picture[half + 1 :], "whole PNG"),
         ("fig7.png", picture + b"more", "whole PNG"),
         ("fig7.png", b"", "whole PNG"),
         ("fig7.png", kept[tmp_path / "fig8.png"], "another picture"),

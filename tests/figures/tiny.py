@@ -1,8 +1,13 @@
-"""Every figure's settings at a size that takes a second or two."""
+"""Every figure's settings at a size that takes a second or two; and pictures that cost nothing, for tests of what happens to pictures."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+
+from shaped.figures.harness import reproduce
 from shaped.figures.pages import fig2, fig3, fig4, fig5, fig8, gradients, masks, output
 from shaped.figures.shared import laws
 
@@ -20,3 +25,22 @@ SETTINGS: dict[str, Any] = {
     "masks": replace(masks.SCALES["quick"], samples=512),  # at width 64 the network is not near its SDE
     "gradients": replace(gradients.SCALES["quick"], d=12, samples=128),
 }
+SMALLEST: dict[str, Any] = {
+    "fig7": replace(SETTINGS["fig7"], n=16, d=8, samples=64),
+    "fig8": replace(SETTINGS["fig8"], n=16, d=16, samples=8, gammas=(0.3, 0.7)),
+}
+"""For tests to which the numbers do not matter."""
+
+
+def draw_plainly(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
+    """A line through all numbers, without text: most of the time of a picture goes into laying out its labels."""
+    figure = Figure(figsize=(2, 2))
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_axis_off()
+    axes.plot(np.concatenate([arrays[name].ravel() for name in sorted(arrays)]))
+    return figure
+
+
+def plain_pictures(patch: Callable[[Any, str, Any], None], *ids: str) -> None:
+    for id in ids:
+        patch(reproduce.load_page(id), "draw", draw_plainly)

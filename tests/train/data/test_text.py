@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from refusals import refused
 from shaped.train.data import packing
 from shaped.train.data import prepare as data
+from shaped.train.data import text as text_module
 from shaped.train.data.text import LONGEST, read_lines
 from train.conftest import documents
 from train.data.preparation import HOW, no_more_memory_than
@@ -29,14 +30,15 @@ def test_text_is_streamed(tmp_path: Path):
 
 def test_a_line_without_end_comes_in_pieces(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Short ones, cut between words, and few of them at a time: memory does not grow with the line. The tokens are those of the whole."""
-    words = " ".join(text.read_text().split())
+    words, longest = " ".join(text.read_text().split()), 1 << 12
+    monkeypatch.setattr(text_module, "LONGEST", longest)
     long = tmp_path / "long.txt"
-    long.write_text("  " + words * 60)
+    long.write_text("  " + words * 4)
     pieces = list(read_lines(str(long)))
     assert pieces.pop() is None
     assert len(pieces) > 20
-    assert max(len(piece or "") for piece in pieces) <= 2 * LONGEST
-    assert " ".join(piece or "" for piece in pieces).split() == (words * 60).split()
+    assert max(len(piece or "") for piece in pieces) <= 2 * longest
+    assert " ".join(piece or "" for piece in pieces).split() == (words * 4).split()
     flat, sizes = packing._tokenise, []
 
     def measured(chunk, *rest):
@@ -44,11 +46,11 @@ def test_a_line_without_end_comes_in_pieces(text: Path, tmp_path: Path, monkeypa
         return flat(chunk, *rest)
 
     monkeypatch.setattr(packing, "_tokenise", measured)
-    monkeypatch.setattr(packing, "CHARACTERS", 4 * LONGEST)
+    monkeypatch.setattr(packing, "CHARACTERS", 4 * longest)
     made = data.prepare([str(long)], tmp_path / "out", valid=[str(text)], **HOW)
-    assert max(sizes) <= 6 * LONGEST
+    assert max(sizes) <= 6 * longest
     tokenizer = AutoTokenizer.from_pretrained(made.folder / "tokenizer")
-    whole = tokenizer(words * 60, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(words * 4, add_special_tokens=False)["input_ids"]
     packed = made.rows("train")[:, 1:].ravel()
     assert packed.tolist() == whole[: len(packed)]
 

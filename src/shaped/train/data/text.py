@@ -145,7 +145,7 @@ class _Zst(io.RawIOBase):
     """A .zst file as a stream. It raises EOFError for a truncated file, which zstandard's own stream ends silently."""
 
     def __init__(self, raw: IO[bytes], decompressor: Any):
-        self._raw, self._decompressor, self._frame, self._left = raw, decompressor, None, b""
+        self._raw, self._decompressor, self._frame, self._left = raw, decompressor, None, memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -159,10 +159,10 @@ class _Zst(io.RawIOBase):
                 return 0
             while data:
                 self._frame = self._frame or self._decompressor.decompressobj()
-                self._left += self._frame.decompress(data)
+                self._left = memoryview(bytes(self._left) + self._frame.decompress(data))
                 data = self._frame.unused_data if self._frame.eof else b""
                 self._frame = None if self._frame.eof else self._frame
-        taken, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
+        taken, self._left = self._left[: len(buffer)], self._left[len(buffer) :]  # views: a portion may unpack to megabytes
         buffer[: len(taken)] = taken
         return len(taken)
 
