@@ -21,7 +21,7 @@ UNPACKED, RATIO = 1 << 24, 200
 """An archive that unpacks to more than UNPACKED bytes and to more than RATIO times its size is refused: text never compresses so well."""
 
 PORTION = 1 << 10
-"""Bytes of a .zst that are unpacked at a time. Each may become 32 KiB."""
+"""Bytes of a .zst that are unpacked at a time: they may become thousands of times as many."""
 
 FILES = (".txt", ".gz", ".zst", ".text", ".md", ".tsv", ".csv", ".json", ".jsonl")
 
