@@ -37,7 +37,7 @@ def test_the_recipe_that_won_is_the_default_and_the_papers_a_preset(tmp_path: Pa
         Settings.from_toml(path, preset="paper")
     assert PRESETS["paper"] == paper
     best = Settings.of(places | {"preset": "best"})
-    assert recipe(best) == won | {"lr": 4e-3, "embedding_lr": 1.25}
+    assert recipe(best) == won | {"lr": 2e-3, "embedding_lr": 2.5}
     assert best.qk_norm
 
 
