@@ -185,7 +185,8 @@ def measure_distances(x: Sample, y: Sample, resamples: int, rng: np.random.Gener
         weight = (in_x / sizes[0] - in_y / sizes[1]) / pooled.shape[1]
         gap = np.cumsum(weight[row])
         largest = round(float(np.abs(gap[ends]).max()), 12)  # it is a multiple of 1/samples: round off the error of the sum
-        return largest, float(np.abs(gap[:-1]) @ gaps)
+        # Not `@`: BLAS would start threads for it, which wait for each other on a busy machine.
+        return largest, float(np.einsum("i,i", np.abs(gap[:-1]), gaps))
 
     from_x = np.arange(sum(sizes)) < sizes[0]
     measured = measure(from_x, ~from_x)
