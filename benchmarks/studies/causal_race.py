@@ -65,7 +65,7 @@ def make_tables(known: dict[str, RunRecord]) -> str:
         losses = {rate: race.DIVERGED if run.result is None else run.result.test_loss for rate, run in short.items()}
         if losses:
             tuning.append([f"`{arm}`", ", ".join(f"{rate:g}: {losses[rate]:.3f}" for rate in sorted(losses)), f"{len(losses)}"])
-        long = [run for run in mine.values() if run.settings["steps"] == FINAL["steps"] and run.result is not None]
+        long = [run for run in mine.values() if run.settings["steps"] == FINAL["steps"] and (run.result is not None or run.why)]
         if long:
             finals.append(_format_finals(arm, long))
     heads = ["arm", "test loss by rate", "runs"], ["arm", "rate", "seeds", "test loss", "95 % interval", "bits a byte", "ms a step"]
@@ -73,13 +73,21 @@ def make_tables(known: dict[str, RunRecord]) -> str:
 
 
 def _format_finals(arm: str, runs: list[RunRecord]) -> list[str]:
-    losses = [run.result.test_loss for run in runs if run.result is not None]
-    bits = [[line["bits_per_byte"] for line in run.metrics if line["kind"] == "test"][-1] for run in runs]
+    losses = [race.DIVERGED if run.result is None else run.result.test_loss for run in runs]
+    bits = [[line["bits_per_byte"] for line in run.metrics if line["kind"] == "test"][-1] for run in runs if run.result is not None]
     pace = statistics.median(race.milliseconds_a_step(run, CONTEXT) for run in runs)
     seeds = ", ".join(str(run.settings["seed"]) for run in runs)
     rate = f"{runs[0].settings['lr']:g}"
     mean = statistics.mean(losses)
-    return [f"`{arm}`", rate, seeds, f"{mean:.3f}", race.format_interval(losses), f"{statistics.mean(bits):.3f}", f"{pace:.2f}"]
+    return [
+        f"`{arm}`",
+        rate,
+        seeds,
+        f"{mean:.3f}",
+        race.format_interval(losses),
+        f"{statistics.mean(bits):.3f}" if bits else "",
+        f"{pace:.2f}",
+    ]
 
 
 def write_sample(run: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -40,6 +41,7 @@ FINAL: dict[str, Any] = {"steps": 20_000, "evaluate_every": 1000, "observe_every
 LONG: dict[str, Any] = FINAL | {"seed": 0, "evaluate_every": 10_000, "observe_every": 10_000, "checkpoint_every": 20_000}
 # Of these arms an earlier probe had a better run than the grid, with small tables at the rate of the rest: they get it as a third start.
 PROBED = {"preln-qk": 2e-3, "prerms-qk": 2e-3}
+LENGTHENED = ("recover-qk", "learn-qk", "preln-qk", "prerms-qk")  # the two best arms of each side after 4,000 steps
 QUIET: dict[str, Any] = {"save_model": False, "tensorboard": False}
 
 Choice = tuple[str, dict[str, Any]]
@@ -219,13 +221,13 @@ def _format_long_runs(known: dict[str, RunRecord]) -> list[list[str]]:
     """A row for each arm and settings of the finals' length, the lowest loss first."""
     groups: dict[tuple[str, str, bool], list[RunRecord]] = {}
     for name, run in known.items():
-        if run.settings["steps"] == FINAL["steps"] and run.result is not None:
+        if run.settings["steps"] == FINAL["steps"] and (run.result is not None or run.why):
             arm = max((arm for arm in ARMS if name.startswith(f"{arm}-")), key=len)
             is_tuning = run.settings["seed"] == LONG["seed"]
             groups.setdefault((arm, _format_settings(read_choices(run)), is_tuning), []).append(run)
     rows = []
     for (arm, shown, is_tuning), runs in groups.items():
-        losses = [run.result.test_loss for run in runs if run.result is not None]
+        losses = [DIVERGED if run.result is None else run.result.test_loss for run in runs]
         mean, interval = statistics.mean(losses), format_interval(losses)
         seeds = "0 (tuning)" if is_tuning else ", ".join(str(run.settings["seed"]) for run in runs)
         pace = statistics.median(milliseconds_a_step(run) for run in runs)
@@ -248,14 +250,14 @@ def format_table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def write_tables(page: Path, tables: str) -> None:
-    """Puts each table in the place of the one whose first two columns have the same names."""
+    """Puts each table in the place of the one whose first and last columns have the same names."""
     text = page.read_text(encoding="utf-8")
     for table in tables.split("\n\n"):
-        head = "|".join(table.splitlines()[0].split("|")[:3])
-        if text.count(f"\n{head}|") != 1:
-            raise ValueError(f"{page} must have one table that begins with {head} |, got {text.count(head)}")
-        start = text.index(f"\n{head}|") + 1
-        text = text[:start] + table + text[text.index("\n\n", start) :]
+        _, first, *_, last, _ = table.splitlines()[0].split("|")
+        found = list(re.finditer(rf"^\|{re.escape(first)}\|.*\|{re.escape(last)}\|\n(?:\|.*\n)*", text, re.MULTILINE))
+        if len(found) != 1:
+            raise ValueError(f"{page} must have one table with the columns{first}to{last.rstrip()}, got {len(found)}")
+        text = text[: found[0].start()] + table + "\n" + text[found[0].end() :]
     write_atomically(page, lambda file: file.write(text.encode()))
 
 
@@ -327,6 +329,8 @@ def main() -> None:
     for name in given.arms:
         if name not in ARMS:
             parser.error(f"arms must be among {', '.join(ARMS)}, got {name}")
+        if given.what == "lengthen" and name not in LENGTHENED:
+            parser.error(f"arms must be among {', '.join(LENGTHENED)}, which are tuned at full length, got {name}")
     if given.what == "table":
         tables = make_tables(read_known(given.out))
         print(tables)
@@ -336,7 +340,7 @@ def main() -> None:
     track = Track(given.data, given.out, given.minutes)
     try:
         for name in given.arms:
-            search = tune if given.what == "tune" else lengthen
+            search = tune if given.what == "tune" or name not in LENGTHENED else lengthen
             settings = search(name, lambda run, settings: track.measure(run, TUNING | settings))
             print(f"{name}: {settings}", flush=True)
             for seed in given.seeds if given.what == "final" else ():

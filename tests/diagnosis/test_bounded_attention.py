@@ -91,6 +91,36 @@ def test_the_usual_qk_norm_passes():
     assert not finding.at_risk
 
 
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_keys_that_are_masked_do_not_count(kind: torch.dtype):
+    """A query that sees few keys can select one of them."""
+    window = (torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None, :]) % TOKENS < 2
+    mask = window if kind == torch.bool else torch.zeros(TOKENS, TOKENS).masked_fill(~window, torch.finfo(kind).min)
+
+    class Windowed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.v = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = unit_length(x)[:, None]
+            return x + F.scaled_dot_product_attention(q, q, self.v(x)[:, None], attn_mask=mask, scale=1.0)[:, 0]
+
+    found = shaped.diagnose(nn.Sequential(Windowed(), Windowed()), X, seeds=0)
+    (finding,) = [one for one in found.findings if one.name == "bounded attention"]
+    assert finding.value == pytest.approx(1.0 / (1.0 + math.exp(-2.0)))
+    assert not finding.at_risk
+    assert next(iter(found.layers[0]["heads"].values()))["largest_share"] == pytest.approx(finding.value)
+
+
+def test_a_scale_that_lifts_the_bound_altogether_removes_the_notice():
+    """One key among 512 can then get everything, to the last digit."""
+    found = diagnose(unit_length, 2.2, x=torch.randn(1, 512, WIDTH, generator=generator(93)), remedies=True)
+    assert found.remedies is not None
+    (trial,) = [one for one in found.remedies if one.verdict == "bounded attention"]
+    assert (trial.remedy, trial.removed, trial.after) == ("multiply logits by 10", True, 1.0)
+
+
 def test_a_larger_scale_removes_the_notice():
     found = diagnose(unit_length, remedies=True)
     assert found.remedies is not None

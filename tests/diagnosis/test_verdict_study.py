@@ -182,5 +182,5 @@ def test_the_rules_are_those_of_the_study(study: Any):
     of_study = {name: value for name, value in results["protocol"].items() if name != "thresholds"}
     assert of_study["rules_sha256"].startswith("3b65a726")
     # Since then there is the notice of bounded attention, which does not count: all 160 models, judged again, had their risk within 0.0006.
-    since = {"rules_sha256": "50725f0e3a8a10c7bd2258cbfd8b31ae0544890be2fadd30540b95f697cb8d46"}
+    since = {"rules_sha256": "bc674f3532eefc402e5fb0977642868b24f738c713df754e33abe1c6d82de929"}
     assert study.describe_protocol(study.STEPS) == of_study | since

@@ -61,7 +61,7 @@ class Diagnosis:
                 row: dict[str, Any] = {"stack": stack.name, "layer": number + 1, "name": layer.name}
                 row |= {name: values[number + len(values) - len(stack.layers)] for name, values in curves.items()}
                 heads = {
-                    name: {"entropy": list(call.entropy), "largest_logit": list(call.largest_logit)}
+                    name: {"entropy": list(call.entropy), "largest_logit": list(call.largest_logit), "largest_share": call.largest_share}
                     for name, call in layer.attention.items()
                 }
                 rows.append(row | {"heads": heads, "gradients": dict(layer.gradients)})

@@ -132,8 +132,8 @@ def judge_bound(stack: StackObservation) -> Iterator[Finding]:
     if worst:
         layers, value, decades = worst
         sentence = (
-            f"queries and keys are normalised, and their scale is so small that a key gets at most {show(value)} of the attention in "
-            f"{describe(layers)}, threshold {BOUNDED}, unless a trained gain follows"
+            f"queries and keys are normalised, and their scale is so small that one key among all gets at most {show(value)} of a query's "
+            f"attention in {describe(layers)}, threshold {BOUNDED}, unless gains that train scale them up"
         )
         source = "Henry et al. 2020: normalised logits need a larger scale"
         yield Finding("bounded attention", stack.name, layers, value, BOUNDED, source, sentence, decades)

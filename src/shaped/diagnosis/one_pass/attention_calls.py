@@ -173,7 +173,8 @@ class CallWatcher(TorchFunctionMode):
             with torch.autocast(q.device.type, enabled=False):
                 yield from iterate_logits(*singles, scale=scale, is_causal=is_causal, attn_mask=bias, block=block, positions=places)
 
-        has_bias = mask is not None and mask.is_floating_point() and bool(((mask != 0.0) & mask.isfinite()).any())
+        some = None if mask is None or not mask.is_floating_point() else mask[: self.first]
+        has_bias = some is not None and bool(((some != 0.0) & some.isfinite()).any())
         bound = math.inf if has_bias else bound_logits(q[: self.first], k[: self.first], scale)
         self.on_attention(mask, logits, (*q.shape[:2], Q, K), bound)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.one_pass.attention_calls import CallWatcher, Logits
-from shaped.diagnosis.one_pass.quantities import bound_share, count_dead_units, measure_attention, measure_tokens
+from shaped.diagnosis.one_pass.quantities import count_dead_units, measure_attention, measure_tokens
 from shaped.diagnosis.one_pass.stack import Part, find_repeated_parts, find_tokens, list_prefixes
 
 
@@ -120,7 +119,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             if mask is not None and Q == K and mask.shape[0] == batch:
                 self._real = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1).any(-2)
         real = self._find_real(name, batch, Q)
-        found = replace(measure_attention(logits(), self._first(real)), largest_share=bound_share(bound, K))
+        found = measure_attention(logits(), self._first(real), bound)
         self._number += 1
         for part in self._open.values():
             own = name[len(part.name) :].lstrip(".") or type(self._modules[name]).__name__

@@ -53,7 +53,7 @@ class AttentionQuantities:
     largest_logit: tuple[float, ...]
     """The largest input of the softmax, scale and bias included."""
     largest_share: float = 1.0
-    """What one key can get of a query's attention at most, whatever the directions of queries and keys are."""
+    """What one key can get of the attention of a query that sees the most keys, whatever the directions of queries and keys are."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,13 @@ def feature_kurtosis(squares: Tensor) -> float:
 
 
 @torch.no_grad()
-def measure_attention(logits: Iterable[tuple[slice, Tensor]], real: Tensor | None = None) -> AttentionQuantities:
-    """Of the softmax's inputs, [batch, heads, queries, K], which come some queries at a time; `real`, [batch, Q], is False at padding."""
+def measure_attention(logits: Iterable[tuple[slice, Tensor]], real: Tensor | None = None, bound: float = math.inf) -> AttentionQuantities:
+    """Of the softmax's inputs, [batch, heads, queries, K], which come some queries at a time; `real`, [batch, Q], is False at padding.
+
+    `bound` is what the logits cannot pass (`bound_logits`).
+    """
     entropy = uniform = largest = queries = torch.zeros(())
+    keys = 1
     for rows, block in logits:
         s = at_least_single(block)
         allowed = ~(s <= MASKED)  # nan is not masked
@@ -105,6 +109,7 @@ def measure_attention(logits: Iterable[tuple[slice, Tensor]], real: Tensor | Non
         kept = count > 0
         if real is not None:
             kept = kept & real[:, None, rows]
+        keys = max(keys, int(torch.where(kept, count, 0).amax()))
         top = s.amax(-1)
         highest = torch.where(kept, top, -torch.inf).amax((0, 2)).cpu()
         largest = highest if largest.ndim == 0 else torch.maximum(largest, highest)
@@ -116,6 +121,7 @@ def measure_attention(logits: Iterable[tuple[slice, Tensor]], real: Tensor | Non
         tuple((entropy / queries).tolist()),
         tuple((uniform / queries).tolist()),
         tuple(torch.where(queries > 0, largest.double(), torch.nan).tolist()),
+        bound_share(bound, keys),
     )
 
 
@@ -131,7 +137,7 @@ def bound_logits(q: Tensor, k: Tensor, scale: float | None) -> float:
         norms = norms[norms > 0.0]
         fixed = [size for size in (D**0.5, 1.0) if len(norms) and bool(((norms / size - 1.0).abs() <= NORMALISED).all())]
         lengths.append(fixed[0] if fixed else math.inf)
-    return abs(D**-0.5 if scale is None else scale) * lengths[0] * lengths[1]
+    return math.inf if math.inf in lengths else abs(D**-0.5 if scale is None else scale) * lengths[0] * lengths[1]
 
 
 def bound_share(logit: float, keys: int) -> float:

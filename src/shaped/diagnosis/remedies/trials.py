@@ -196,10 +196,15 @@ def find_same(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
 
 
 def read_silent_value(finding: Finding, observation: Observation) -> float:
-    """The value where a rule says nothing: that of rank collapse is silent where the correlation falls over the layers."""
+    """The value where a rule says nothing.
+
+    That of rank collapse is silent where the correlation falls over the layers, that of bounded attention where one key can get everything.
+    """
     stack = next((one for one in observation.stacks if one.name == finding.stack), None)
     if finding.name == "rank collapse" and stack is not None:
         return list_curves(stack)["correlation"][-1]
+    if finding.name == "bounded attention" and stack is not None:
+        return 1.0
     return observation.loss if finding.name == "non-finite values" else math.nan
 
 
