@@ -7,7 +7,10 @@ bin := .venv/bin
 run: .venv/installed
 	$(bin)/shaped reproduce all --scale quick --out out
 
-test: lint types imports unit docs
+# Pyright has one thread: beside the tests it takes what they leave of two cores.
+test: lint imports
+	$(MAKE) --no-print-directory --jobs 2 types unit
+	$(MAKE) --no-print-directory docs
 
 lint: .venv/installed
 	$(bin)/ruff check .
