@@ -13,7 +13,7 @@ import sys
 
 from matplotlib.figure import Figure
 
-import shaped.commands.app  # noqa: F401
+import shaped.commands.app  # noqa: F401  loaded for the children, which use it
 
 
 def wait_for_call(connection: socket.socket) -> tuple[dict, list[int]]:
