@@ -58,7 +58,8 @@ def render_verdicts(name: str, content: dict[str, Any]) -> str:
     cards += none if remark or not cards else ""
     return (
         f'<h1>{to_html(name)}: <span class="{kind}">risk {risk:.2f}</span></h1>\n'
-        f'<p class="soft">{to_html(said)}. Risk is 1/2 or more where a threshold is reached; {" and ".join(NOTICES)} do not count.</p>\n{cards}'
+        f'<p class="soft">{to_html(said)}. Risk is 1/2 or more where a threshold is reached; {" and ".join(NOTICES)} do not count.</p>\n'
+        f"{cards}"
     )
 
 
