@@ -16,7 +16,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from shaped.files import write_atomically
 from shaped.train.run.loop import pretrain
 from shaped.train.run.settings import DEFAULTS, TAU0, Settings
 from shaped.train.run.stopping import Diverged, Stopped
-from shaped.train.run_records import RunRecord, read_runs
+from shaped.train.run_records import RunRecord, read_folder, read_runs
 from shaped.train.step.stepper_cache import StepperCache
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -36,12 +36,13 @@ VARIANCE_ONE = 0.5**0.5  # standard deviation of the tables: tokens + positions 
 DIVERGED = math.log(32_000)
 TOKENS = 128  # of a row
 TUNING: dict[str, Any] = {"steps": 4000, "evaluate_every": 4000, "observe_every": 1000, "keep": 0, "seed": 0}
-FINAL: dict[str, Any] = {"steps": 20_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 1, "checkpoint_every": 5000}
-# Tuning looks at the last test loss only; a checkpoint is written when the time is over.
-LONG: dict[str, Any] = FINAL | {"seed": 0, "evaluate_every": 10_000, "observe_every": 10_000, "checkpoint_every": 20_000}
+# Three minutes of training: a checkpoint of 1.8 GB takes longer to write than it saves.
+FINAL: dict[str, Any] = {"steps": 20_000, "evaluate_every": 1000, "observe_every": 5000, "keep": 0}
+LONG: dict[str, Any] = FINAL | {"seed": 0, "evaluate_every": 10_000, "observe_every": 10_000}  # tuning looks at the last test loss only
 # Of these arms an earlier probe had a better run than the grid, with small tables at the rate of the rest: they get it as a third start.
 PROBED = {"preln-qk": 2e-3, "prerms-qk": 2e-3}
 LENGTHENED = ("recover-qk", "learn-qk", "preln-qk", "prerms-qk")  # the two best arms of each side after 4,000 steps
+LOGGING = {about.name for about in fields(Settings) if about.metadata["affects"] == "logging"}  # not part of what a run finds
 QUIET: dict[str, Any] = {"save_model": False, "tensorboard": False}
 
 Choice = tuple[str, dict[str, Any]]
@@ -118,22 +119,26 @@ def lengthen(name: str, measure: Measure) -> dict[str, Any]:
             return measure(f"{name}-full-{label}-{rate:g}", LONG | set_rate(start, rate))
 
         losses = {start["lr"]: run(start["lr"])}
-        rate = extend(losses, run, first=2.0 if name in PROBED else 0.5)
+        goal = min((loss for loss, _ in found), default=math.inf)
+        rate = extend(losses, run, first=2.0 if name in PROBED else 0.5, goal=goal)
         found.append((losses[rate], set_rate(start, rate)))
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def extend(losses: dict[float, float], measure: Callable[[float], float], *, first: float = 0.5) -> float:
+def extend(losses: dict[float, float], measure: Callable[[float], float], *, first: float = 0.5, goal: float = math.inf) -> float:
     """The best learning rate, after the grid has grown by factors of 2 until the best is inside.
 
-    A grid of one rate grows by `first` times that rate first.
+    A grid of one rate grows by `first` times that rate first. The search is given up if the best two losses, continued by a straight line
+    to the next rate, do not reach `goal`.
     """
     if len(losses) == 1:
         rate = first * next(iter(losses))
         losses[rate] = measure(rate)
     while (rate := min(losses, key=losses.__getitem__)) in (min(losses), max(losses)):
-        rate = rate / 2 if rate == min(losses) else rate * 2
-        losses[rate] = measure(rate)
+        inner, outer = (2 * rate, rate / 2) if rate == min(losses) else (rate / 2, 2 * rate)
+        if 2 * losses[rate] - losses[inner] > goal:
+            break
+        losses[outer] = measure(outer)
     return rate
 
 
@@ -156,7 +161,8 @@ def find_loss(known: dict[str, RunRecord], name: str, settings: dict[str, Any]) 
     found = known.get(name)
     if found is None or (found.result is None and not found.why):
         return None
-    for key, value in settings.items():
+    for key in settings.keys() - LOGGING:
+        value = settings[key]
         # Records of older runs lack the settings that came later; they had today's defaults.
         if (there := found.settings.get(key, DEFAULTS[key])) != value and not _is_close(there, value):
             raise ValueError(f"{name} must have been made with {key} = {value}, got {there} in its record")
@@ -177,13 +183,13 @@ class Track:
     """Makes runs that are not known yet, one after another, until the time is over."""
 
     def __init__(self, data: Path, out: Path, minutes: float, files: str = FILES):
-        self.data, self.out, self.files, self.ends = data, out, files, time.monotonic() + 60 * minutes
+        self.data, self.out, self.ends = data, out, time.monotonic() + 60 * minutes
+        self.known = read_known(out, files=files)
         self.steppers, self.slowest = StepperCache(), 0.0
 
     def measure(self, name: str, settings: dict[str, Any]) -> float:
-        known = find_loss(read_known(self.out, files=self.files), name, settings)
-        if known is not None:
-            return known
+        if (loss := find_loss(self.known, name, settings)) is not None:
+            return loss
         left = self.ends - time.monotonic()
         if left < self.slowest and not settings.get("keep"):  # without checkpoints an unfinished run is lost
             raise OutOfTime(f"no time for {name}")
@@ -196,6 +202,7 @@ class Track:
             loss = DIVERGED
         except Stopped as error:
             raise OutOfTime(str(error)) from None
+        self.known[name] = read_folder(run.out)
         self.slowest = max(self.slowest, time.monotonic() - began)
         print(f"{name}: {loss:.4f} ({time.monotonic() - began:.0f} s)", flush=True)
         return loss
@@ -339,11 +346,13 @@ def main() -> None:
         return
     track = Track(given.data, given.out, given.minutes)
     try:
+        found: dict[str, dict[str, Any]] = {}
         for name in given.arms:
             search = tune if given.what == "tune" or name not in LENGTHENED else lengthen
-            settings = search(name, lambda run, settings: track.measure(run, TUNING | settings))
-            print(f"{name}: {settings}", flush=True)
-            for seed in given.seeds if given.what == "final" else ():
+            found[name] = search(name, lambda run, settings: track.measure(run, TUNING | settings))
+            print(f"{name}: {found[name]}", flush=True)
+        for seed in given.seeds if given.what == "final" else ():  # seed by seed: if the time is over, the arms have equally many
+            for name, settings in found.items():
                 track.measure(f"{name}-final-{settings['lr']:g}-{seed}", FINAL | settings | {"seed": seed})
     except OutOfTime as error:
         print(f"{error}: the same command goes on", flush=True)
