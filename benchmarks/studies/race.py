@@ -20,7 +20,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shaped.figures.harness.claims import student
+import numpy as np
+
+from shaped.figures.harness.claims import mean_interval
 from shaped.files import write_atomically
 from shaped.train.run.loop import pretrain
 from shaped.train.run.settings import DEFAULTS, TAU0, Settings
@@ -209,7 +211,7 @@ class Track:
 
 
 def make_tables(known: dict[str, RunRecord]) -> str:
-    """Markdown: test losses by arm and learning rate with the sensitivity, then the free choices."""
+    """Markdown: losses by learning rate with the sensitivity, the free choices, the runs of the finals' length, the lead."""
     rates = sorted({float(name.removeprefix(f"{arm}-")) for arm in ARMS for name in known if _is_rate(name.removeprefix(f"{arm}-"))})
     by_rate = [_format_rates(known, name, rates) for name in ARMS]
     by_choice = [_format_choices(known, name) for name in ARMS]
@@ -217,37 +219,79 @@ def make_tables(known: dict[str, RunRecord]) -> str:
         ["arm", *(f"{rate:g}" for rate in rates), "sensitivity"],
         ["arm", *(f"choice {k}" for k in range(1, 1 + MOST_CHOICES)), "rates again", "tuned settings"],
     )
-    tables = [*zip(heads, (by_rate, by_choice), strict=True), (LONG_RUNS, _format_long_runs(known))]
+    groups = group_long_runs(known)
+    tables = [*zip(heads, (by_rate, by_choice), strict=True), (LONG_RUNS, _format_long_runs(groups)), (LEAD, [_format_lead(groups)])]
     return "\n\n".join(format_table(head, list(filter(None, rows))) for head, rows in tables)
 
 
 LONG_RUNS = ["arm", "settings", "seeds", "test loss", "95 % interval", "ms a step"]
+LEAD = ["best shaped arm", "best normalised arm", "seeds", "lead", "95 % interval of the lead"]
 
 
-def _format_long_runs(known: dict[str, RunRecord]) -> list[list[str]]:
-    """A row for each arm and settings of the finals' length, the lowest loss first."""
+@dataclass(frozen=True)
+class LongRuns:
+    """The runs of the finals' length of one arm with one choice of settings, those of the tuning apart."""
+
+    arm: str
+    settings: str
+    is_tuning: bool
+    runs: list[RunRecord]
+
+    @property
+    def losses(self) -> list[float]:
+        return [DIVERGED if run.result is None else run.result.test_loss for run in self.runs]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.losses)
+
+
+def group_long_runs(known: dict[str, RunRecord]) -> list[LongRuns]:
+    """The lowest mean first."""
     groups: dict[tuple[str, str, bool], list[RunRecord]] = {}
     for name, run in known.items():
         if run.settings["steps"] == FINAL["steps"] and (run.result is not None or run.why):
             arm = max((arm for arm in ARMS if name.startswith(f"{arm}-")), key=len)
             is_tuning = run.settings["seed"] == LONG["seed"]
             groups.setdefault((arm, _format_settings(read_choices(run)), is_tuning), []).append(run)
+    return sorted((LongRuns(*key, runs) for key, runs in groups.items()), key=lambda group: group.mean)
+
+
+def _format_long_runs(groups: list[LongRuns]) -> list[list[str]]:
     rows = []
-    for (arm, shown, is_tuning), runs in groups.items():
-        losses = [DIVERGED if run.result is None else run.result.test_loss for run in runs]
-        mean, interval = statistics.mean(losses), format_interval(losses)
-        seeds = "0 (tuning)" if is_tuning else ", ".join(str(run.settings["seed"]) for run in runs)
-        pace = statistics.median(milliseconds_a_step(run) for run in runs)
-        rows.append((mean, [f"`{arm}`", shown, seeds, f"{mean:.3f}", interval, f"{pace:.2f}"]))
-    return [cells for _, cells in sorted(rows)]
+    for group in groups:
+        seeds = "0 (tuning)" if group.is_tuning else _format_seeds(group)
+        pace = statistics.median(milliseconds_a_step(run) for run in group.runs)
+        rows.append([f"`{group.arm}`", group.settings, seeds, f"{group.mean:.3f}", format_interval(group.losses), f"{pace:.2f}"])
+    return rows
+
+
+def _format_seeds(group: LongRuns) -> str:
+    return ", ".join(str(run.settings["seed"]) for run in group.runs)
+
+
+def find_lead(groups: list[LongRuns]) -> tuple[LongRuns, LongRuns, float, tuple[float, float]]:
+    """The best shaped and the best normalised finals, by how much the first is lower, and the 95 % interval of that (Welch)."""
+    from scipy import stats
+
+    finals = [group for group in groups if not group.is_tuning and len(group.runs) > 1]
+    shaped, normalised = (
+        next(group for group in finals if ("model" in ARMS[group.arm].settings) is is_baseline) for is_baseline in (False, True)
+    )
+    interval = stats.ttest_ind(normalised.losses, shaped.losses, equal_var=False).confidence_interval(0.95)
+    return shaped, normalised, normalised.mean - shaped.mean, (float(interval.low), float(interval.high))
+
+
+def _format_lead(groups: list[LongRuns]) -> list[str]:
+    shaped, normalised, lead, (low, high) = find_lead(groups)
+    seeds = f"{_format_seeds(shaped)} against {_format_seeds(normalised)}"
+    return [f"`{shaped.arm}`", f"`{normalised.arm}`", seeds, f"{lead:.3f}", f"{low:.3f} to {high:.3f}"]
 
 
 def format_interval(losses: list[float]) -> str:
     """Of the mean, at 95 % (Student)."""
-    if len(losses) == 1:
-        return "one seed"
-    mean, reach = statistics.mean(losses), student(len(losses) - 1) * statistics.stdev(losses) / math.sqrt(len(losses))
-    return f"{mean - reach:.3f} to {mean + reach:.3f}"
+    _, (low, high) = mean_interval(np.array(losses))
+    return "one seed" if len(losses) == 1 else f"{low:.3f} to {high:.3f}"
 
 
 def format_table(head: list[str], rows: list[list[str]]) -> str:

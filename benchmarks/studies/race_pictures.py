@@ -1,6 +1,6 @@
 """The pictures of docs/race.md, from the runs in docs/results.
 
-    python benchmarks/studies/race_pictures.py [--samples 1024] [--out docs/images]
+    python benchmarks/studies/race_pictures.py [theory] [finals] [--samples 1024] [--out docs/images]
 
 race-finals.png: test loss against steps and against seconds of the GPU, of the runs of the finals' length.
 race-theory.png: what QK-norm changes. Left, the SDE of the race's shaped arms: the share of paths that explode, if the tokens' variance has
@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import report
-from race import ARMS, RATES, TUNING, find_loss, milliseconds_a_step, read_known, set_rate
+from race import ARMS, RATES, TUNING, find_loss, group_long_runs, milliseconds_a_step, read_known, set_rate
 
 import shaped
 from shaped.figures.harness.style import BLACK, BLUE, GREEN, GREY, ORANGE, apply_style, make_panels
@@ -80,17 +80,19 @@ def draw_theory(rows: list[dict[str, Any]], known: Known) -> Figure:
 
 
 def draw_finals(known: Known) -> Figure:
+    """A line for each seed of the arms that have several."""
     figure, panels = make_panels(2, sharey=True)
-    for name, run in known.items():
-        tests = [line for line in run.metrics if line["kind"] == "test"]
-        if "-final-" not in name or run.result is None:
+    for group in group_long_runs(known):
+        if group.is_tuning or len(group.runs) < 2:
             continue
-        arm = name.partition("-final-")[0]
-        steps, losses = (np.array([line[key] for line in tests], dtype=float) for key in ("step", "loss"))
-        label = f"{NAMES.get(arm.removesuffix('-qk'), arm)}{' + QK-norm' if arm.endswith('-qk') else ''}, seed {run.settings['seed']}"
-        for axes, x in zip(panels, (steps, steps * milliseconds_a_step(run) / 1e3), strict=True):
-            axes.plot(x, losses, ".-", color=COLOURS.get(arm.removesuffix("-qk"), GREY), markersize=3, label=label)
-    panels[0].set(xlabel="step", ylabel="test loss (nats)")
+        plain, seeds = group.arm.removesuffix("-qk"), ", ".join(str(run.settings["seed"]) for run in group.runs)
+        label = f"{NAMES.get(plain, plain)}{' + QK-norm' if group.arm != plain else ''}, seeds {seeds}"
+        for number, run in enumerate(group.runs):
+            tests = [line for line in run.metrics if line["kind"] == "test"]
+            steps, losses = (np.array([line[key] for line in tests], dtype=float) for key in ("step", "loss"))
+            for axes, x in zip(panels, (steps, steps * milliseconds_a_step(run) / 1e3), strict=True):
+                axes.plot(x, losses, color=COLOURS.get(plain, GREY), linewidth=0.9, label=label if number == 0 else None)
+    panels[0].set(xlabel="step", ylabel="test loss (nats)", ylim=(None, 7.5))
     panels[1].set(xlabel="seconds of training on an H200")
     panels[0].legend()
     return figure
@@ -98,20 +100,30 @@ def draw_finals(known: Known) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pictures", nargs="*", default=["theory", "finals"], help="theory, finals; both by default")
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     parser.add_argument("--numbers", type=Path, default=Path("docs/results/explosion-race.json"))
     given = parser.parse_args()
+    if unknown := set(given.pictures) - {"theory", "finals"}:
+        parser.error(f"pictures must be theory or finals, got {', '.join(sorted(unknown))}")
     known = read_known()
-    rows = [count_exploding(name, float(factor), given.samples) for name in ATTENTION for factor in FACTORS]
-    with apply_style():
-        for name, figure in (("race-theory", draw_theory(rows, known)), ("race-finals", draw_finals(known))):
-            write_atomically(given.out / f"{name}.png", lambda file, figure=figure: figure.savefig(file, format="png", dpi=220))
-    for name in ATTENTION:
-        most = [row["factor"] for row in rows if row["attention"] == name and row["share"] >= 0.5]
-        print(f"{name}: half of the paths explode from a factor of {most[0]:.3g} on" if most else f"{name}: none explodes")
-    setting = {"m": M, "rho": RHO, "gamma": GAMMA, "T": DEPTH / WIDTH, "heads": HEADS, "seed": SEED}
-    report(given.numbers, {"samples": given.samples, "setting": setting, "rows": rows})
+    if "finals" in given.pictures:
+        with apply_style():
+            save(draw_finals(known), given.out / "race-finals.png")
+    if "theory" in given.pictures:
+        rows = [count_exploding(name, float(factor), given.samples) for name in ATTENTION for factor in FACTORS]
+        with apply_style():
+            save(draw_theory(rows, known), given.out / "race-theory.png")
+        for name in ATTENTION:
+            most = [row["factor"] for row in rows if row["attention"] == name and row["share"] >= 0.5]
+            print(f"{name}: half of the paths explode from a factor of {most[0]:.3g} on" if most else f"{name}: none explodes")
+        setting = {"m": M, "rho": RHO, "gamma": GAMMA, "T": DEPTH / WIDTH, "heads": HEADS, "seed": SEED}
+        report(given.numbers, {"samples": given.samples, "setting": setting, "rows": rows})
+
+
+def save(figure: Figure, path: Path) -> None:
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=220))
 
 
 if __name__ == "__main__":

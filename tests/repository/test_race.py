@@ -5,10 +5,11 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from shaped.train.run.settings import PRESETS
 
@@ -169,6 +170,24 @@ def test_the_preset_is_the_best_arm(race: ModuleType, known: dict[str, Any]):
         assert min(losses, key=losses.__getitem__).startswith("recover-qk-")
     tuned = race.lengthen("recover-qk", lambda name, settings: race.find_loss(known, name, race.TUNING | settings))
     assert tuned == pytest.approx(PRESETS["best"])
+
+
+def test_the_lead_is_that_of_the_best_finals_with_several_seeds(race: ModuleType, known: dict[str, Any]):
+    def finals(arm: str, *losses: float, is_tuning: bool = False) -> Any:
+        runs = [SimpleNamespace(result=SimpleNamespace(test_loss=loss)) for loss in losses]
+        return race.LongRuns(arm, "", is_tuning, runs)
+
+    groups = [
+        finals("learn-qk", 3.0, is_tuning=True), finals("recover-qk", 3.1), finals("recover-qk", 3.4, 3.5, 3.6),
+        finals("recover", 3.7, 3.8), finals("prerms-qk", 3.6, 3.8), finals("preln", 3.9, 4.0),
+    ]  # fmt: skip
+    shaped, normalised, lead, (low, high) = race.find_lead(groups)
+    assert (shaped.arm, normalised.arm) == ("recover-qk", "prerms-qk")
+    assert lead == pytest.approx(0.2)
+    errors = 0.1**2 / 3, 0.2**2 / 2 / 2  # of the two means, squared
+    degrees = sum(errors) ** 2 / (errors[0] ** 2 / 2 + errors[1] ** 2 / 1)  # Welch and Satterthwaite
+    reach = stats.t.ppf(0.975, degrees) * math.sqrt(sum(errors))
+    assert (low, high) == pytest.approx((0.2 - reach, 0.2 + reach))
 
 
 def test_the_page_has_the_tables_of_the_results(race: ModuleType, known: dict[str, Any], tmp_path: Path):
