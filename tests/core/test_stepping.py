@@ -101,21 +101,28 @@ def test_steps_are_chosen_from_layer_tokens_and_horizon():
         shaped.solve(attention, V0, T=1e4, steps=1, seed=0)
 
 
-@pytest.mark.parametrize(("method", "steps", "pairs"), [("cone", 6, 4096), ("euler", 48, 1024)])
+@pytest.mark.parametrize(("method", "steps", "pairs"), [("cone", 6, 1024), ("euler", 8, 768)])
 def test_the_estimate_is_what_halving_the_step_does(method, steps, pairs):
-    """Against two independent runs; and driven by the same noise, its error is less than half of theirs."""
+    """Against independent paths. Euler's change is large enough to be seen; the cone's, of rho, has less than half the error of
+    independent pairs, since both paths of a pair have the same noise.
+    """
     how = {"T": 0.75, "record": "last", "upper": 1e4, "method": method}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", shaped.StepWarning)
-        effect = shaped.solve(TRANSFORMER, V0, steps=steps, samples=32 * pairs, seed=seed(76), check=True, **how).info["step_effect"]
+        whole = shaped.solve(TRANSFORMER, V0, steps=steps, samples=32 * pairs, seed=seed(76), check=True, **how)
+    effect = whole.info["step_effect"]
     assert effect.pairs == pairs
-    runs = [shaped.solve(TRANSFORMER, V0, steps=count, samples=pairs, seed=seed(77), **how) for count in (steps, 2 * steps)]
-    coarse, fine = (moments(paths.V[-1], paths.stopped > 0.75) for paths in runs)
+    halved = shaped.solve(TRANSFORMER, V0, steps=2 * steps, samples=2 * pairs, seed=seed(77), **how)
+    coarse, fine = (moments(paths.V[-1], paths.stopped > 0.75) for paths in (whole, halved))
+    is_seen = False
     for name in ("rho_mean", "rho_spread", "log_variance_mean", "log_variance_spread"):
         change, error = getattr(effect, name)
-        apart = math.hypot(standard_error(coarse[name][1]), standard_error(fine[name][1]))
-        assert error < apart / 2
-        assert abs(change - (fine[name][0] - coarse[name][0])) < Z * math.hypot(error, apart)
+        tolerance = Z * math.hypot(error, standard_error(coarse[name][1]), standard_error(fine[name][1]))
+        if method == "cone" and name.startswith("rho"):  # a few paths of large variance decide the error of the variances
+            assert error < math.sqrt(2.0) * standard_error(fine[name][1][:pairs]) / 2
+        assert abs(change - (fine[name][0] - coarse[name][0])) < tolerance
+        is_seen |= abs(change) > tolerance
+    assert is_seen or method == "cone", "an estimate of 0, or of the wrong sign, would pass"
 
 
 def test_a_step_that_is_seen_is_warned_of():
