@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import race
+import race_tables
 import torch
 from race import Measure, OutOfTime, RunRecord, Track
 
@@ -69,13 +70,13 @@ def make_tables(known: dict[str, RunRecord]) -> str:
         if long:
             finals.append(_format_finals(arm, long))
     heads = ["arm", "test loss by rate", "runs"], ["arm", "rate", "seeds", "test loss", "95 % interval", "bits a byte", "ms a step"]
-    return "\n\n".join(race.format_table(head, rows) for head, rows in zip(heads, (tuning, finals), strict=True))
+    return "\n\n".join(race_tables.format_table(head, rows) for head, rows in zip(heads, (tuning, finals), strict=True))
 
 
 def _format_finals(arm: str, runs: list[RunRecord]) -> list[str]:
     losses = [race.DIVERGED if run.result is None else run.result.test_loss for run in runs]
     bits = [[line["bits_per_byte"] for line in run.metrics if line["kind"] == "test"][-1] for run in runs if run.result is not None]
-    pace = statistics.median(race.milliseconds_a_step(run, CONTEXT) for run in runs)
+    pace = statistics.median(race_tables.milliseconds_a_step(run, CONTEXT) for run in runs)
     seeds = ", ".join(str(run.settings["seed"]) for run in runs)
     rate = f"{runs[0].settings['lr']:g}"
     mean = statistics.mean(losses)
@@ -84,7 +85,7 @@ def _format_finals(arm: str, runs: list[RunRecord]) -> list[str]:
         rate,
         seeds,
         f"{mean:.3f}",
-        race.format_interval(losses),
+        race_tables.format_interval(losses),
         f"{statistics.mean(bits):.3f}" if bits else "",
         f"{pace:.2f}",
     ]

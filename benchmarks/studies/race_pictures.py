@@ -18,7 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import report
-from race import ARMS, RATES, TUNING, find_loss, group_long_runs, milliseconds_a_step, read_known, set_rate
+from race import ARMS, RATES, TUNING, find_loss, read_known, set_rate
+from race_tables import group_long_runs, milliseconds_a_step
 
 import shaped
 from shaped.figures.harness.style import BLACK, BLUE, GREEN, GREY, ORANGE, apply_style, make_panels

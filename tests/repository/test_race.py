@@ -32,7 +32,12 @@ def race() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def causal_race(race: ModuleType) -> ModuleType:
+def tables(race: ModuleType) -> ModuleType:
+    return load("race_tables")
+
+
+@pytest.fixture(scope="module")
+def causal_race(tables: ModuleType) -> ModuleType:
     return load("causal_race")
 
 
@@ -172,16 +177,16 @@ def test_the_preset_is_the_best_arm(race: ModuleType, known: dict[str, Any]):
     assert tuned == pytest.approx(PRESETS["best"])
 
 
-def test_the_lead_is_that_of_the_best_finals_with_several_seeds(race: ModuleType, known: dict[str, Any]):
+def test_the_lead_is_that_of_the_best_finals_with_several_seeds(tables: ModuleType):
     def finals(arm: str, *losses: float, is_tuning: bool = False) -> Any:
         runs = [SimpleNamespace(result=SimpleNamespace(test_loss=loss)) for loss in losses]
-        return race.LongRuns(arm, "", is_tuning, runs)
+        return tables.LongRuns(arm, "", is_tuning, runs)
 
     groups = [
         finals("learn-qk", 3.0, is_tuning=True), finals("recover-qk", 3.1), finals("recover-qk", 3.4, 3.5, 3.6),
         finals("recover", 3.7, 3.8), finals("prerms-qk", 3.6, 3.8), finals("preln", 3.9, 4.0),
     ]  # fmt: skip
-    shaped, normalised, lead, (low, high) = race.find_lead(groups)
+    shaped, normalised, lead, (low, high) = tables.find_lead(groups)
     assert (shaped.arm, normalised.arm) == ("recover-qk", "prerms-qk")
     assert lead == pytest.approx(0.2)
     errors = 0.1**2 / 3, 0.2**2 / 2 / 2  # of the two means, squared
@@ -190,15 +195,15 @@ def test_the_lead_is_that_of_the_best_finals_with_several_seeds(race: ModuleType
     assert (low, high) == pytest.approx((0.2 - reach, 0.2 + reach))
 
 
-def test_the_page_has_the_tables_of_the_results(race: ModuleType, known: dict[str, Any], tmp_path: Path):
-    """`python benchmarks/studies/race.py table --write` puts them there."""
+def test_the_page_has_the_tables_of_the_results(tables: ModuleType, known: dict[str, Any], tmp_path: Path):
+    """`python benchmarks/studies/race_tables.py --write` puts them there."""
     page, copy = ROOT / "docs" / "race.md", tmp_path / "race.md"
     text = page.read_text(encoding="utf-8")
-    tables = race.make_tables(known)
-    assert len(tables.splitlines()) > 10
-    assert all(table in text for table in tables.split("\n\n"))
+    made = tables.make_tables(known)
+    assert len(made.splitlines()) > 10
+    assert all(table in text for table in made.split("\n\n"))
     copy.write_text(text.replace("3.445", "9.999"), encoding="utf-8")
-    race.write_tables(copy, tables)
-    assert copy.read_text(encoding="utf-8").count("3.445") == tables.count("3.445")
+    tables.write_tables(copy, made)
+    assert copy.read_text(encoding="utf-8").count("3.445") == made.count("3.445")
     with pytest.raises(ValueError, match="must have one table with the columns arm to pace, got 0"):
-        race.write_tables(copy, "| arm | pace |\n|---|---|")
+        tables.write_tables(copy, "| arm | pace |\n|---|---|")
