@@ -170,7 +170,8 @@ def _is_close(one: Any, other: Any) -> bool:
 
 def read_known(*places: Path, files: str = FILES) -> dict[str, RunRecord]:
     """The race's finished runs by name."""
-    runs = read_runs([*sorted(RESULTS.glob(files)), *(place for place in places if place.exists())])
+    ended = [path.parent for place in places for name in ("result.json", "diverged.json") for path in place.glob(f"*/{name}")]
+    runs = read_runs([*sorted(RESULTS.glob(files)), *ended])
     return {run.name.rsplit("/", 1)[-1]: run for run in runs if run.result is not None or run.why}
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shaped
+from shaped.cores import count_cores
 from shaped.workers import LocalWorkers, dask_executor, open_executor
 
 BLOCK = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5)
@@ -69,6 +70,7 @@ def test_a_killed_process_is_replaced():
 
 KILLED = """
 import os, signal
+from shaped.cores import count_cores
 from shaped.workers import LocalWorkers
 if __name__ == "__main__":
     workers = LocalWorkers(1)
@@ -204,3 +206,12 @@ def test_work_of_an_executor_that_is_gone_is_done_here():
     with pytest.warns(RuntimeWarning, match="the executor fails"):
         there = short_work(GoneExecutor(1))
     assert_same(there, short_work())
+
+
+def test_cores_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch):
+    """Not those of the machine, where the system tells: in a container they differ."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 6}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert count_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
+    assert count_cores() == 64

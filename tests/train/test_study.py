@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from refusals import refused
 from shaped.files import read_json
 from shaped.train import study
-from shaped.train.folder_lock import folder_lock
+from shaped.train.folder_lock import file_lock, folder_lock
 from shaped.train.run.loop import Run, pretrain
 from shaped.train.run.settings import Settings
 from shaped.train.run_records import read_runs
@@ -125,6 +126,19 @@ def test_a_run_that_diverged_is_remembered(tiny: Settings, tmp_path: Path):
     assert (folder / "diverged-1" / "diverged.json").exists()
     assert Settings.from_toml(folder / "diverged-1" / "settings.toml").lr == 1e38
     assert not (folder / ".lock").exists()
+
+
+def test_reports_of_processes_that_share_a_study_wait_for_each_other(tiny: Settings, tmp_path: Path):
+    """A report is two files, and the newest records: without the lock they could be those of two processes."""
+    runs, _, out = study.read_study(study_file(tiny, tmp_path, BREAKS))
+    reporting = threading.Thread(target=study.write_report, args=(runs, {}, set(), out))
+    with file_lock(out / study.LOCK):
+        reporting.start()
+        reporting.join(0.3)
+        assert reporting.is_alive()
+        assert not (out / "study.json").exists()
+    reporting.join(10)
+    assert read_json(out / "study.json")["runs"] == []
 
 
 def test_a_run_that_fails_does_not_stop_the_queue(tiny: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

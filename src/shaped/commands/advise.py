@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from shaped.commands.blocks import read_mask
 from shaped.commands.console import print_error
 from shaped.commands.options import ATTENTION, LAYER, PLACE, SOLVER, WORK, show_choices
 from shaped.commands.results import check_folder, show_results, write_results
+from shaped.cores import count_cores
 from shaped.workers import open_executor
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def advise(
             print_error(f"{spent:5.0f} s  {row.law}, tau0 {row.tau0:.3g}, gamma {row.gamma:.3g}: {row.failed} of {row.count} fail")
 
     if workers is None and scheduler is None and device == "cpu":
-        workers = os.cpu_count()
+        workers = count_cores()
     with open_executor(workers, scheduler) as executor:
         advice = shaped.advise(
             **asked,

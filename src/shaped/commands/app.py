@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -68,7 +68,7 @@ def show_warning(message: Warning | str, *where: Any) -> None:
     print_error(f"shaped: {' '.join(str(message).split())}")
 
 
-def refuse(message: str) -> None:
+def refuse(message: str) -> NoReturn:
     print_error(f"shaped: {' '.join(message.split())}")
     sys.exit(2)
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from shaped.commands.options import WORK
+from shaped.cores import count_cores
 
 ADDRESS = "127.0.0.1"
 MOST_WORKERS = 2
@@ -54,5 +55,4 @@ def open_socket(port: int) -> socket.socket:
 def serve(listening: socket.socket, port: int) -> None:
     from shaped.explore.server import Server
 
-    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    Server(port, workers).run(sockets=[listening])
+    Server(port, min(MOST_WORKERS, count_cores())).run(sockets=[listening])

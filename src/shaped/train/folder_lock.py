@@ -1,4 +1,4 @@
-"""One process at a time in a folder."""
+"""One process at a time in a folder, or with a file."""
 
 from __future__ import annotations
 
@@ -32,6 +32,21 @@ def folder_lock(folder: Path) -> Iterator[None]:
         if made:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Waits until no other process holds the lock of this file, which stays behind, empty."""
+    import fcntl
+
+    make_folder(path.parent)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with suppress(OSError):  # the file system has no locks: go on without one
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _lock(path: Path, folder: Path) -> int:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from shaped.train.run.result import Result, find_commit
 from shaped.train.run.settings import copy_option
 from shaped.train.run.stopping import Diverged
 from shaped.train.step.config import StepConfig, StepSchedule
+from shaped.train.step.learning_rates import compute_learning_rate
 from shaped.train.step.objectives.classification import ClassifierLoss, ExampleBatches
 from shaped.train.step.stepper import Log, Stepper
 from shaped.train.step.stepper_cache import StepperCache
@@ -210,7 +212,8 @@ def fine_tune(stepper: Stepper, settings: GlueSettings, batches: ExampleBatches,
     """Trains for the settings' epochs, with the shaping at a constant share of its start."""
     steps = settings.epochs * batches.steps_an_epoch
     warmup = round(settings.warmup * steps)
-    schedule = StepSchedule(lambda step: settings.lr * min(1.0, (step + 1) / max(1, warmup)), {}, lambda _: share, settings.clip)
+    rate = partial(compute_learning_rate, lr=settings.lr, warmup=warmup, steps=steps, decay="none")
+    schedule = StepSchedule(rate, {}, lambda _: share, settings.clip)
     for first in range(0, steps, stepper.config.chunk):
         losses = stepper.run(batches.chunk(first, min(stepper.config.chunk, steps - first)), schedule)
         if not all(map(math.isfinite, losses)):

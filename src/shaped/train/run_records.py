@@ -103,8 +103,9 @@ def _read_folder(folder: Path, planned: Settings | None) -> RunRecord:
         glue[path.stem.removeprefix("glue-")] = read_json(path)
     diverged = folder / "diverged.json"
     why = read_json(diverged, why=str)["why"] if result is None and exists(diverged) else ""
-    lines = read_metrics(folder / "metrics.jsonl")
+    # The checkpoint first: another process may write more lines, and then a checkpoint that counts them.
     step, written = checkpoint.count_metrics(folder / "checkpoints") if result is None else (0, 0)
+    lines = read_metrics(folder / "metrics.jsonl")
     if (there := sum(line["step"] <= step for line in lines)) < written:
         raise ValueError(f"metrics.jsonl has {there} of the {written} lines up to step {step}; a run that goes on does without them")
     return RunRecord(folder.name, settings, lines, result, glue, why)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from shaped.checks import positive
-from shaped.train.folder_lock import Busy
+from shaped.train.folder_lock import Busy, file_lock
 from shaped.train.run.folder import read_divergence
 from shaped.train.run.loop import pretrain
 from shaped.train.run.settings import Settings, read_toml
@@ -37,7 +37,8 @@ from shaped.train.step.stepper import Log
 from shaped.train.step.stepper_cache import StepperCache
 
 MOST_RUNS = 10_000
-OWN = ("study.json", "study.jsonl")  # what a study writes into the folder of its runs
+LOCK = ".study.lock"
+OWN = ("study.json", "study.jsonl", LOCK)  # what a study writes into the folder of its runs
 
 
 def read_study(path: Path, **overrides: Any) -> tuple[dict[str, Settings], float | None, Path]:
@@ -133,9 +134,10 @@ def study(path: Path, *, only: Sequence[str] = (), log: Log = print, progress: b
 def write_report(runs: dict[str, Settings], failed: dict[str, str], busy: set[str], out: Path) -> dict[str, Any]:
     """Writes the records of all runs. A folder that cannot be read is a failure, unless another process works in it."""
     unreadable: dict[str, str] = {}
-    left = [read_run(name, settings, unreadable) for name, settings in runs.items()]
-    every = {name: why for name, why in unreadable.items() if name not in busy} | failed
-    return collect(left, out / "study.json", failed={name: every[name] for name in runs if name in every})
+    with file_lock(out / LOCK):  # processes that share the study write two files, and the last one to write has read the newest records
+        left = [read_run(name, settings, unreadable) for name, settings in runs.items()]
+        every = {name: why for name, why in unreadable.items() if name not in busy} | failed
+        return collect(left, out / "study.json", failed={name: every[name] for name in runs if name in every})
 
 
 def read_run(name: str, settings: Settings, unreadable: dict[str, str]) -> RunRecord:

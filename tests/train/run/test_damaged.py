@@ -170,7 +170,7 @@ def test_an_empty_settings_toml_is_named(
 def test_settings_that_changed_are_not_those_of_the_run(tiny: Settings):
     settings = stop_half_way(tiny)
     path = settings.out / "settings.toml"
-    assert read_settings(settings.out) == replace(settings, minutes=0.0)
+    assert read_settings(settings.out) == settings  # without the time limit of the command that wrote them
     path.write_text(path.read_text().replace("lr = 0.01", "lr = 0.02", 1))
     with refused(str(path), "first line", "delete the file"):
         quiet(settings)

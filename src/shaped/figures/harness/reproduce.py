@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -16,6 +15,7 @@ from typing import Any, cast
 
 import shaped
 from shaped.checks import check_device
+from shaped.cores import count_cores
 from shaped.figures.harness import cache
 from shaped.figures.harness.claims import HOLDS, describe_verdicts
 from shaped.figures.harness.code_hash import hash_code
@@ -53,7 +53,7 @@ def select_pages(ids: Sequence[str], runs: Sequence[Path] = ()) -> tuple[str, ..
 
 def workers_by_default(device: str) -> int | None:
     """One process a core on a CPU; None on a GPU, which one process keeps busy."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = count_cores()
     return cores if device == "cpu" and cores > 1 else None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from shaped.checks import as_tensor, check_device, whole_number
+from shaped.cores import count_cores
 from shaped.covariance import Point, check_covariance, correlation, effective_rank, gram
 from shaped.hf.prediction.embeddings import GivenStart, Start
 from shaped.hf.prediction.families import describe_network, read_config
@@ -58,7 +59,7 @@ def predict(
     where = check_device(device)
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
-    threads = len(os.sched_getaffinity(0)) if threads is None else whole_number("threads", threads)
+    threads = count_cores() if threads is None else whole_number("threads", threads)
     m, kind, network, start = prepare(read, tokens)
     simulation = Simulation(network, start, m, kind != "covariance", seed, dtype, where)
     quantities = simulation.run(samples, threads, progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from shaped.train.run.settings import DEFAULTS, Settings
 HISTORY = ("settings.toml", "metrics.jsonl")  # what a run leaves beside its model
 SEAL = "# sha256 of the lines below: "
 
-LEFT = ("settings.toml", "metrics.jsonl", "checkpoints", "tensorboard", "diverged.json")  # what a diverged run leaves
+# What a diverged run leaves. An interrupted move can go on: settings.toml and diverged.json, which say that it may, are the last ones.
+LEFT = ("metrics.jsonl", "checkpoints", "tensorboard", "settings.toml", "diverged.json")
 
 
 def record_settings(settings: Settings) -> dict[str, Any]:
@@ -35,9 +37,14 @@ def read_divergence(settings: Settings) -> str:
     return about["why"] if before == wanted else ""
 
 
+def write_toml(settings: Settings) -> str:
+    """The settings that a run keeps: all but the time limit, which is that of one command."""
+    return replace(settings, minutes=None).to_toml()
+
+
 def write_settings(settings: Settings) -> None:
     """Into the run's folder, with their hash. A copy that is edited by hand is still a file for `--config`."""
-    text = settings.to_toml()
+    text = write_toml(settings)
     sealed = f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
     write_atomically(settings.out / "settings.toml", lambda file: file.write(sealed.encode()))
 
@@ -108,7 +115,7 @@ def archive_diverged_run(out: Path) -> None:
     """Moves what a diverged run left into a new subfolder, diverged-1, -2 and so on."""
     place = next(path for number in itertools.count(1) if not (path := out / f"diverged-{number}").exists())
     place.mkdir()
-    for name in LEFT:  # diverged.json, which says that this may be done, last
+    for name in LEFT:
         if (out / name).exists():
             (out / name).rename(place / name)
 

@@ -15,7 +15,7 @@ from shaped.files import write_sealed
 from shaped.train.data.prepared import PARTS, load_data
 from shaped.train.folder_lock import folder_lock
 from shaped.train.run import checkpoint, diagnostics
-from shaped.train.run.folder import HISTORY, check_files, claim_folder, record_settings, refuse_other_settings, write_settings
+from shaped.train.run.folder import HISTORY, check_files, claim_folder, record_settings, refuse_other_settings, write_settings, write_toml
 from shaped.train.run.metrics import Metrics, read_metrics
 from shaped.train.run.model import build_model, write_model
 from shaped.train.run.processes import average, is_any, is_first, join_processes, wait_for_all
@@ -69,8 +69,8 @@ class Run:
         self.objective, self.config = load_objective(settings.objective), StepConfig.of(settings, world)
         order: dict[str, Any] = {"batch": settings.batch, "rank": rank, "world": world, "device": self.config.device}
         self.batches = self.objective.batches(self.data, "train", settings, seed=settings.seed, **order)
-        if len(self.data.rows("valid")) < settings.batch:
-            raise ValueError(f"batch must be at most the rows of the test text, {len(self.data.rows('valid'))}, got {settings.batch}")
+        if (rows := self.data.facts["valid"]["rows"]) < settings.batch:
+            raise ValueError(f"batch must be at most the rows of the test text, {rows}, got {settings.batch}")
         self.test = self.objective.batches(self.data, "valid", settings, seed=0, **order)  # the same for every run
         self.model = build_model(settings, self.objective.model, self.data.vocab, self.data.length)
         self.schedule = StepSchedule(
@@ -85,6 +85,7 @@ class Run:
             clip=settings.clip,
         )
         self.stepper = steppers.get(self.model, self.objective.loss, self.config, self.batches.sizes, log)
+        self._saved: int | None = None  # step of the last checkpoint that this command wrote
         self._before = 0.0  # seconds that earlier commands spent, up to the checkpoint
         self._losses: list[float] = []  # of the last steps, at most `log_every`
         self._watched_losses: list[float] = []  # since the last look
@@ -180,6 +181,8 @@ class Run:
         self._write("train", loss=sum(window) / len(window), lr=rate, count=len(window), **speed)
 
     def _write_layers(self) -> None:
+        if self.metrics is None:
+            return
         ids, inputs = self._observed_batch(OBSERVED_ROWS)
         with self.stepper.attention_backend():
             self._write("layers", **diagnostics.observe(self.model, ids, self.stepper.gradients(), **inputs))
@@ -245,12 +248,13 @@ class Run:
         return about["step"], written if isinstance(written, int) else 0
 
     def save(self) -> None:
-        """Writes a checkpoint, if any are kept."""
-        if self.rank == 0 and self.settings.keep:
-            about = {"layout": self.stepper.layout(), "settings": self.settings.to_toml(), "data": self.hashes, "losses": self._losses}
+        """Writes a checkpoint, if any are kept and this step has none."""
+        if self.rank == 0 and self.settings.keep and self.step != self._saved:
+            about = {"layout": self.stepper.layout(), "settings": write_toml(self.settings), "data": self.hashes, "losses": self._losses}
             about |= {"seconds": self._count_seconds(), "metrics": 0 if self.metrics is None else self.metrics.count}
             about |= {"watched": self._watched_losses} if self._watched_losses else {}
             checkpoint.save(self.out / "checkpoints", self.step, self.stepper.state(), about, self.settings.keep)
+            self._saved = self.step
         wait_for_all()
 
     def _count_seconds(self) -> float:

@@ -40,8 +40,8 @@ class Metrics:
         self._writer = _open_writer(folder / "tensorboard", step, log) if tensorboard else None
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(_seal({"step": step, "kind": kind} | _replace_nan(values)))
+        with open(self.path, "ab", buffering=0) as file:  # in one write: another process may read the file
+            file.write(_seal({"step": step, "kind": kind} | _replace_nan(values)).encode())
         self.count += 1
         if self._writer is not None:
             for name, value in values.items():

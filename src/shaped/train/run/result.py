@@ -128,12 +128,16 @@ def name_kind(settings: dict[str, Any]) -> str:
 
 
 def find_commit() -> str:
-    """The commit of the code: SHAPED_COMMIT, for code without its history, or that of the checkout."""
+    """The commit of the code: SHAPED_COMMIT, for code without its history, or that of the checkout. Unknown for an installed copy."""
     if stated := os.environ.get("SHAPED_COMMIT"):
         return stated
+
+    def ask_git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+
     try:
-        asked = ["git", "describe", "--always", "--dirty"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+        ask_git("ls-files", "--error-unmatch", Path(__file__).name)  # an environment inside another project has that project's history
+        return ask_git("describe", "--always", "--dirty")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
