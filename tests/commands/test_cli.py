@@ -237,6 +237,13 @@ def test_version_and_help(monkeypatch, capsys):
     assert "simulate" in capsys.readouterr().out
 
 
+def test_a_group_without_its_command_prints_its_help_alone(monkeypatch, capsys):
+    assert run(monkeypatch, "data") == 2
+    said = capsys.readouterr()
+    assert "prepare" in said.out
+    assert said.err == ""
+
+
 def test_help_has_panels_choices_and_brackets(monkeypatch, capsys):
     """Brackets in a help text would vanish if they were taken for markup."""
     monkeypatch.setenv("COLUMNS", "200")

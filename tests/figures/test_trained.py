@@ -252,7 +252,7 @@ def test_all_has_them_only_where_there_are_runs(runs, tmp_path):
     assert reproduce.select_pages(["all"]) == reproduce.FIGURES
     assert reproduce.select_pages([], [runs]) == reproduce.FIGURES + reproduce.TRAINED
     assert reproduce.select_pages(["table1", "fig1"]) == ("fig1", "table1")
-    with refused("runs", "shaped pretrain", "no folder or file"):
+    with refused("runs", "shaped pretrain", "--runs"):
         reproduce.reproduce(["table1"], tmp_path / "out", say=lambda _: None)
     (tmp_path / "empty").mkdir()
     with refused("runs", "metrics", "empty"):
@@ -290,7 +290,7 @@ def test_runs_are_looked_at_before_figures_take_their_time(tmp_path, monkeypatch
     monkeypatch.setattr(reproduce.load_page("fig7"), "compute", late)
     for ids, places, word in (
         (["fig7", "table1"], [tmp_path / "nowhere"], "nowhere"),
-        (["fig7", "table1"], [], "no folder or file"),
+        (["fig7", "table1"], [], "--runs"),
         (["fig7"], [tmp_path / "nowhere"], "nowhere"),  # also where no figure would read them
     ):
         with refused("runs", word):

@@ -43,7 +43,7 @@ def test_rte_has_labels_in_words(tmp_path: Path):
 
 def test_from_datasets(monkeypatch: pytest.MonkeyPatch):
     def fake(name: str, task: str, split: str):
-        assert (name, task, split) == ("glue", "mrpc", "validation")
+        assert (name, task, split) == ("nyu-mll/glue", "mrpc", "validation")
         return [{"sentence1": "a", "sentence2": "b", "label": 1, "idx": 0}]
 
     monkeypatch.setattr(datasets, "load_dataset", fake)

@@ -55,7 +55,10 @@ def main() -> None:
         if not isinstance(error, typer.BadParameter.__bases__):
             raise
         usage_error: Any = error
-        refuse(usage_error.format_message())
+        message = usage_error.format_message()
+        if not message:  # `shaped data` alone: its help has been printed
+            sys.exit(2)
+        refuse(message)
 
 
 def is_out_of_memory(error: Exception) -> bool:

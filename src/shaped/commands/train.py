@@ -19,7 +19,7 @@ from shaped.train.run.options import TOPICS
 from shaped.train.run.settings import DEFAULTS, HINTS, PRESETS, Settings
 
 app = typer.Typer()
-text = typer.Typer(help="Text for training.", no_args_is_help=True)
+text = typer.Typer(help="Text for training: data prepare.", no_args_is_help=True)
 app.add_typer(text, name="data", rich_help_panel="Training")
 
 
@@ -154,7 +154,7 @@ def collect(
     run_records.collect(found, out)
     lines = Lines()
     lines.say(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
-    lines.say(f"written: {out}")
+    lines.say(f"written: {out}, {out.with_suffix('.jsonl')}")
     lines.end(out)
 
 

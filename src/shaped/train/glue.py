@@ -116,7 +116,7 @@ def read_examples(name: str, part: str, folder: Path | None) -> list[Example]:
     try:
         from datasets import load_dataset
 
-        rows = load_dataset("glue", name, split={"train": "train", "dev": "validation"}[part])
+        rows = load_dataset("nyu-mll/glue", name, split={"train": "train", "dev": "validation"}[part])
     except Exception as error:
         raise ValueError(f"data must be a folder with GLUE's TSV files where the hub cannot be reached, got none ({error})") from None
     made: list[Example] = []

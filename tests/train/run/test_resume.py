@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import resource
 import runpy
 import signal
@@ -26,6 +27,7 @@ from shaped.train.run import checkpoint, metrics
 from shaped.train.run import loop as pretraining
 from shaped.train.run.loop import Run, pretrain
 from shaped.train.run.metrics import read_metrics
+from shaped.train.run.progress import describe_time
 from shaped.train.run.result import Result
 from shaped.train.run.settings import Settings
 from shaped.train.run.stopping import Stopped
@@ -51,6 +53,26 @@ def test_killed_and_resumed_is_bit_exact(tiny: Settings, tmp_path: Path):
     one, other = weights(tiny.out), weights(killed.out)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_slow_steps_can_be_stopped_one_by_one(tiny: Settings, monkeypatch: pytest.MonkeyPatch):
+    """A large model on a CPU: nobody waits for 16 steps of half a minute each, and a line says how long it will take."""
+    monkeypatch.setattr(pretraining, "SILENCE", 0.0)
+    steps, said = Run(tiny, 0, 1, print, False, StepperCache()), list[str]()
+    assert steps._count_at_once() == 16  # small models: the clock costs more
+    monkeypatch.setattr(pretraining, "PATIENCE", 1e-9)
+    with pytest.raises(Stopped, match="the time is over at step 1 of 120"):
+        pretrain(replace(tiny, minutes=0.0), log=said.append)
+    assert re.fullmatch(r"step 1 of 120: train loss \d\.\d+, about [\d.]+ (seconds|minutes) left", said[-1])
+    monkeypatch.setattr(pretraining, "PATIENCE", 0.05)
+    pretrain(tiny, log=said.append)
+    steps._pace = 0.02
+    assert steps._count_at_once() == 2
+    steps._world = 2  # processes must agree on the number
+    assert steps._count_at_once() == 16
+    assert [describe_time(seconds) for seconds in (5, 89, 600, 5e3, 5.5e3, 1e5, 1e6)] == [
+        f"about {words}" for words in ("5 seconds", "89 seconds", "10 minutes", "83 minutes", "1.5 hours", "28 hours", "12 days")
+    ]
 
 
 def test_resuming_from_every_checkpoint_is_bit_exact(tiny: Settings, tmp_path: Path):

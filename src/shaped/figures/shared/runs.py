@@ -42,8 +42,8 @@ def read_runs(settings: Settings, what: str, having: Callable[[RunRecord], Any])
     every = run_records.read_runs([Path(run) for run in settings.runs])
     found = [run for run in every if run.objective == "masked" and having(run)]
     if not found:
-        places = ", ".join(settings.runs) or "no folder or file"
-        raise NoData(f"runs must have {what}, from masked language modelling, got none in {places}")
+        places = f"none in {', '.join(settings.runs)}" if settings.runs else "no runs (option --runs)"
+        raise NoData(f"runs must have {what}, from masked language modelling, got {places}")
     return found
 
 

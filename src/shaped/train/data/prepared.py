@@ -92,6 +92,8 @@ class Data:
 def load_data(folder: Path) -> Data:
     """Reads and checks data.json. The arrays are read later, by `Data.rows` and `Data.verify`."""
     wrong = f"data must be a folder made by `shaped data prepare`, got {folder}"
+    if folder.is_file():
+        raise ValueError(f"{wrong}, which is a file: `shaped data prepare --text {folder} --out data` makes the folder data from a text")
     try:
         facts = read_json(folder / "data.json", vocab=int, length=int, dtype=str, special=dict, train=dict, valid=dict)
         for part in PARTS:

@@ -19,7 +19,7 @@ from shaped.train.run.folder import HISTORY, check_files, claim_folder, record_s
 from shaped.train.run.metrics import Metrics, read_metrics
 from shaped.train.run.model import build_model, write_model
 from shaped.train.run.processes import average, is_any, is_first, join_processes, wait_for_all
-from shaped.train.run.progress import show_progress
+from shaped.train.run.progress import describe_time, show_progress
 from shaped.train.run.result import Result, make_result, write_result
 from shaped.train.run.settings import Settings
 from shaped.train.run.stopping import Alarmed, Diverged, Stopped, StopRequest, catch_interrupts
@@ -28,6 +28,9 @@ from shaped.train.step.objectives import load_objective
 from shaped.train.step.stepper import Log
 from shaped.train.step.stepper_cache import StepperCache
 
+PATIENCE = 5.0  # seconds that the steps between two looks at the clock and the keyboard may take; a step that takes longer is one such look
+SILENCE = 60.0  # seconds after which a line says where the run is
+FLOPS = {"cpu": 1e11, "cuda": 1e14}  # operations a second, assumed until steps have been timed
 WATCHED_ROWS = 2
 OBSERVED_ROWS, OBSERVED_TOKENS = 8, 8192  # at most; observing takes memory for matrices of length x length
 
@@ -85,6 +88,8 @@ class Run:
             clip=settings.clip,
         )
         self.stepper = steppers.get(self.model, self.objective.loss, self.config, self.batches.sizes, log)
+        self._world, self._told = world, self.began
+        self._pace = 6.0 * self.model.num_parameters() * settings.batch * self.data.length / world / FLOPS[self.config.device.type]
         self._saved: int | None = None  # step of the last checkpoint that this command wrote
         self._before = 0.0  # seconds that earlier commands spent, up to the checkpoint
         self._losses: list[float] = []  # of the last steps, at most `log_every`
@@ -127,12 +132,13 @@ class Run:
         """To the next step at which something is due, or to the end of a chunk."""
         settings, began = self.settings, time.monotonic()
         intervals = (settings.evaluate_every, settings.observe_every, settings.checkpoint_every, settings.watch_every or settings.steps)
-        count = min(self.config.chunk, settings.steps - self.step, *(every - self.step % every for every in intervals))
+        count = min(self._count_at_once(), settings.steps - self.step, *(every - self.step % every for every in intervals))
         batches = self.batches.chunk(self.step, count)
         losses = self.stepper.run(batches, self.schedule)
         if self.stepper.step != self.step + count:
             self._report_divergence(batches, losses)
-        tokens = count * settings.batch * self.data.length / (time.monotonic() - began)
+        self._pace = (time.monotonic() - began) / count
+        tokens = settings.batch * self.data.length / self._pace
         for loss in losses:
             self.step += 1
             self._losses = [*self._losses, loss][-settings.log_every :]
@@ -151,8 +157,16 @@ class Run:
             loss = self._write_test(None if last else settings.test_rows)
             if not self.progress:
                 self.log(f"step {self.step}: train loss {losses[-1]:.4f}, test loss {loss:.4f}, {tokens:,.0f} tokens/s")
+                self._told = time.monotonic()
         if self.step % settings.checkpoint_every == 0 or last:
             self.save()
+        if not self.progress and time.monotonic() - self._told > SILENCE:
+            self._told, left = time.monotonic(), self._pace * (settings.steps - self.step)
+            self.log(f"step {self.step} of {settings.steps}: train loss {losses[-1]:.4f}, {describe_time(left)} left")
+
+    def _count_at_once(self) -> int:
+        """Steps until the next look at the clock and the keyboard. Several processes must take equally many."""
+        return self.config.chunk if self._world > 1 else max(1, min(self.config.chunk, int(PATIENCE / self._pace)))
 
     def evaluate(self, rows: int | None = None) -> float:
         """The mean loss over the test text, or its first rows, in the same batches for every run. An incomplete last batch is left out."""

@@ -1,9 +1,17 @@
-"""The progress bar of a run."""
+"""The progress of a run: a bar, and the time that is left in words."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+def describe_time(seconds: float) -> str:
+    """About, in one unit: "40 seconds", "12 minutes", "3.5 hours", "9 days"."""
+    for unit, length, most in (("seconds", 1.0, 90.0), ("minutes", 60.0, 90.0), ("hours", 3600.0, 48.0)):
+        if seconds < most * length:
+            return f"about {seconds / length:.2g} {unit}"
+    return f"about {seconds / 86400.0:,.0f} days"
 
 
 @contextmanager
