@@ -166,7 +166,8 @@ def test_each_head_of_self_and_cross_attention_has_its_own_uniform_entropy():
     """Queries of a decoder's self-attention see 1 to 6 keys, those of its cross-attention 24."""
     torch.manual_seed(76)
     sizes: dict[str, Any] = {"vocab_size": 30, "num_heads": 2, "num_layers": 1, "d_model": 16, "d_kv": 8, "d_ff": 24}
-    model = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes, decoder_start_token_id=0))
+    sizes["decoder_start_token_id"] = 0
+    model = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
     long, short = (torch.randint(3, 30, (2, tokens), generator=generator(77)) for tokens in (24, 6))
     found = shaped.diagnose(model, {"input_ids": long, "labels": short}, seeds=0)
     own, cross = found.observation.stacks[1].layers[0].attention.values()
