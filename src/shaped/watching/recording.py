@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.observation import StackObservation, label_parts, make_layer
+from shaped.diagnosis.one_pass.compiled import run_uncompiled
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.stack import choose_layers
-from shaped.watching.uncompiled import run_uncompiled
 
 TOKENS = 128
 """Tokens of a sequence that are measured in the residual stream."""

@@ -1,4 +1,4 @@
-"""Switches torch.compile off for a while, for any number of users that end in any order."""
+"""What torch.compile hides: switches it off for a while, for any number of users that end in any order."""
 
 from __future__ import annotations
 
