@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.one_pass.attention_calls import expose_to_modes
+from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.losses import Loss, choose_loss
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
@@ -65,7 +66,7 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = unwrap(model)
     batch = move_batch(batch, find_device(model))
     recorder = LayerRecorder(model, batch)
     with ExitStack() as stack:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.observation import StackObservation, label_parts, make_layer
-from shaped.diagnosis.one_pass.compiled import run_uncompiled
+from shaped.diagnosis.one_pass.compiled import run_uncompiled, unwrap
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.stack import choose_layers
 
@@ -31,7 +31,7 @@ class StepRecorder:
     """
 
     def __init__(self, model: nn.Module, sequences: int):
-        self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        self.model = unwrap(model)
         self._sequences = sequences
         self._recorder: LayerRecorder | None = None
         self._saw_training = False
