@@ -18,6 +18,7 @@ from transformers import (
     RobertaModel,
 )
 
+from refusals import refused
 from shaped.commands import app as cli
 from shaped.commands.diagnose import choose_stages, draw, format_value
 from shaped.diagnosis.bands import Band
@@ -112,6 +113,20 @@ def test_the_seed_is_also_that_of_a_function(functions):
     one, again, other = (load_subject(f"{functions}:model_and_batch", seed=seed).batch for seed in (0, 0, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("line", ["os.chdir('..')", "sys.path.remove(os.getcwd())"])
+def test_a_module_that_changes_the_folder_or_the_path(tmp_path, monkeypatch, line):
+    (tmp_path / "changing_module.py").write_text(f"import os, sys\n{line}\n{FUNCTIONS}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "changing_module", raising=False)
+    before = list(sys.path)
+    assert load_subject("changing_module:model_and_batch").about == "the batch of the function"
+    assert sys.path == before
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "changing_module")
+    with refused("model", "changing_module:missing", "AttributeError"):
+        load_subject("changing_module:missing")
 
 
 def test_folders_of_other_tasks_and_with_missing_weights(tmp_path):

@@ -65,14 +65,16 @@ def call_function(place: str, seed: int) -> tuple[nn.Module, Any]:
     PyTorch's random numbers start from the seed, so that the same command gives the same model.
     """
     module_name, _, function_name = place.partition(":")
-    sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:  # the module's own code may raise anything
         said = f"{type(error).__name__}: {shorten(error)}"
         raise ValueError(f"model must be a function that can be imported, as package.module:function, got {place!r}: {said}") from error
     finally:
-        sys.path.remove(os.getcwd())
+        if folder in sys.path:  # the module may have changed the path, or the current folder
+            sys.path.remove(folder)
     if not callable(function):
         raise ValueError(f"model must be a function, as package.module:function, got {place!r}, which is of {type(function).__name__}")
     try:
