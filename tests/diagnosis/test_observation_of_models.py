@@ -110,7 +110,7 @@ def test_half_precision_and_checkpoints():
         observe(model, X.clone().requires_grad_())
     half = observe(plain.bfloat16(), X.bfloat16()).stacks[0].layers[-1]
     assert half.tokens.correlation == pytest.approx(checkpointed.layers[-1].tokens.correlation, abs=0.02)
-    assert half.gradients.keys() == checkpointed.layers[-1].gradients.keys()
+    assert half.gradients == pytest.approx(checkpointed.layers[-1].gradients, rel=0.01)  # seeds differ by 0.002 at most
 
 
 def test_what_is_compiled_is_seen_and_stays_compiled():
@@ -198,6 +198,6 @@ def test_refusals():
     with refused("model", "torch.nn.Module", "int"):
         observe(3, X)  # pyright: ignore[reportArgumentType]
     with refused("model", "attention", "Linear"):
-        observe(nn.Linear(WIDTH, WIDTH), X)
+        observe(nn.Linear(WIDTH, WIDTH), X, loss=lambda *_: pytest.fail("before anything is differentiated"))
     with refused("batch", "ListOfLists", "[2, 5, 3]"):
         observe(ListOfLists(), X[..., :3])
