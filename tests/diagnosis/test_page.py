@@ -19,7 +19,9 @@ from shaped.diagnosis.page import render_page
 from shaped.diagnosis.page.axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, Axis, choose_axis, place_stage
 from shaped.diagnosis.page.axes import WIDTH as BREADTH
 from shaped.diagnosis.page.charts import draw_curve, draw_gradients, draw_heads
+from shaped.diagnosis.page.document import CURVES, DIRECT, RULES
 from shaped.diagnosis.page.text import show_share
+from shaped.diagnosis.remedies.trials import QUANTITIES
 from shaped.html.text import show
 from shaped.testing.stats import generator
 
@@ -240,6 +242,13 @@ def test_many_heads_and_many_matrices_are_summarised():
     assert lines.count("<li>") == 12
     assert "8 more are in the JSON file" in lines
     assert "matrix3, layer 2: 0.001" in lines
+
+
+def test_every_rule_is_seen_on_a_curve():
+    """What is not finite is no value of a curve."""
+    assert RULES.keys() == QUANTITIES.keys() - {"non-finite values"}
+    assert set(RULES.values()) <= CURVES.keys()
+    assert set(DIRECT) <= RULES.keys()
 
 
 def test_numbers_in_words():
