@@ -1,6 +1,7 @@
 """`shaped diagnose`: what it prints, what it writes, and how it refuses."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import (
     RobertaModel,
 )
 
+from loudness import stays_loud
+from refusals import refused
 from shaped.commands import app as cli
 from shaped.commands.diagnose import choose_stages, draw, format_value
 from shaped.diagnosis.bands import Band
@@ -94,11 +97,21 @@ def test_a_folder_with_weights_and_a_tokenizer(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{number % 7 + 1}" for number in range(17)))
-    subject = load_subject(str(tmp_path), text=text, tokens=4, sequences=3)
+    with stays_loud():
+        subject = load_subject(str(tmp_path), text=text, tokens=4, sequences=3)
     assert subject.batch["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 1], [2, 3, 4, 5]]
     weight = "transformer.h.1.attn.c_attn.weight"
     assert torch.equal(subject.model.get_parameter(weight), model.get_parameter(weight))
     assert isinstance(subject.model, GPT2LMHeadModel)
+
+
+def test_a_shaped_config_where_nothing_else_has_loaded_our_models(tmp_path):
+    place = tmp_path / "ours.json"
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40, "max_position_embeddings": 8}
+    place.write_text(json.dumps({"model_type": "shaped"} | sizes))
+    program = "import sys; from shaped.diagnosis.models import load_subject; print(type(load_subject(sys.argv[1]).model).__name__)"
+    ended = subprocess.run([sys.executable, "-c", program, str(place)], capture_output=True, text=True, check=False)
+    assert ended.stdout == "ShapedForMaskedLM\n", ended.stderr
 
 
 def test_a_function(monkeypatch, capsys, tmp_path, functions):
@@ -112,6 +125,20 @@ def test_the_seed_is_also_that_of_a_function(functions):
     one, again, other = (load_subject(f"{functions}:model_and_batch", seed=seed).batch for seed in (0, 0, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("line", ["os.chdir('..')", "sys.path.remove(os.getcwd())"])
+def test_a_module_that_changes_the_folder_or_the_path(tmp_path, monkeypatch, line):
+    (tmp_path / "changing_module.py").write_text(f"import os, sys\n{line}\n{FUNCTIONS}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "changing_module", raising=False)
+    before = list(sys.path)
+    assert load_subject("changing_module:model_and_batch").about == "the batch of the function"
+    assert sys.path == before
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "changing_module")
+    with refused("model", "changing_module:missing", "AttributeError"):
+        load_subject("changing_module:missing")
 
 
 def test_folders_of_other_tasks_and_with_missing_weights(tmp_path):

@@ -12,13 +12,16 @@ import pytest
 import torch
 from plain_models import WIDTH, Attributes, ListOfLists
 from torch import Tensor, nn
+from transformers import AutoModelForSeq2SeqLM, T5Config
 
 import shaped
 from shaped.diagnosis.page import render_page
 from shaped.diagnosis.page.axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, Axis, choose_axis, place_stage
 from shaped.diagnosis.page.axes import WIDTH as BREADTH
 from shaped.diagnosis.page.charts import draw_curve, draw_gradients, draw_heads
+from shaped.diagnosis.page.document import CURVES, DIRECT, RULES
 from shaped.diagnosis.page.text import show_share
+from shaped.diagnosis.remedies.trials import QUANTITIES
 from shaped.html.text import show
 from shaped.testing.stats import generator
 
@@ -161,6 +164,24 @@ def test_verdicts_come_first_with_their_numbers_and_remedies(tmp_path):
     assert any(label.startswith("Correlation over the layers") and f"{show_share(rho)} at layer 2" in label for label in labels)
 
 
+def test_each_head_of_self_and_cross_attention_has_its_own_uniform_entropy():
+    """Queries of a decoder's self-attention see 1 to 6 keys, those of its cross-attention 24."""
+    torch.manual_seed(76)
+    sizes: dict[str, Any] = {"vocab_size": 30, "num_heads": 2, "num_layers": 1, "d_model": 16, "d_kv": 8, "d_ff": 24}
+    sizes["decoder_start_token_id"] = 0
+    model = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
+    long, short = (torch.randint(3, 30, (2, tokens), generator=generator(77)) for tokens in (24, 6))
+    found = shaped.diagnose(model, {"input_ids": long, "labels": short}, seeds=0)
+    own, cross = found.observation.stacks[1].layers[0].attention.values()
+    assert own.uniform_entropy == pytest.approx(2 * (math.log(math.factorial(6)) / 6,))
+    assert cross.uniform_entropy == pytest.approx(2 * (math.log(24),))
+    text = " ".join("".join(Reader(render_page(found.to_json())).texts).split())
+    expected = [entropy / uniform for call in (own, cross) for entropy, uniform in zip(call.entropy, call.uniform_entropy, strict=True)]
+    assert all(0.0 < share <= 1.0 for share in expected)
+    *_, last = text.split("Entropy of each head")  # the decoder's
+    assert re.findall(r"head \d: \S+ nats, (.*?) of the uniform entropy", last) == [show_share(share) for share in expected]
+
+
 def test_a_model_that_is_not_finite_and_one_without_risk_have_a_page():
     torch.manual_seed(75)
     model = ListOfLists(2)
@@ -221,6 +242,13 @@ def test_many_heads_and_many_matrices_are_summarised():
     assert lines.count("<li>") == 12
     assert "8 more are in the JSON file" in lines
     assert "matrix3, layer 2: 0.001" in lines
+
+
+def test_every_rule_is_seen_on_a_curve():
+    """What is not finite is no value of a curve."""
+    assert RULES.keys() == QUANTITIES.keys() - {"non-finite values"}
+    assert set(RULES.values()) <= CURVES.keys()
+    assert set(DIRECT) <= RULES.keys()
 
 
 def test_numbers_in_words():

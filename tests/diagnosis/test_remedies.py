@@ -79,9 +79,37 @@ def test_what_is_no_self_attention_stays():
     assert mode.applied == 0
     assert torch.equal(crossed, F.scaled_dot_product_attention(Q[..., :3, :], K, V))
     assert torch.equal(plain, Q.softmax(-1))
-    with LeakThroughReLU(0.1):
-        assert torch.equal(F.relu(X), F.leaky_relu(X, 0.1))
-        assert torch.equal(nn.ReLU(inplace=True)(X.clone()), F.leaky_relu(X, 0.1))
+
+
+RELUS = [F.relu, torch.relu, Tensor.relu, nn.ReLU()]
+IN_PLACE = [F.relu_, torch.relu_, Tensor.relu_, nn.ReLU(inplace=True)]
+
+
+@pytest.mark.parametrize("relu", [*RELUS, *IN_PLACE])
+def test_every_relu_leaks(relu):
+    """In place where the model's own is: it may go on with the input."""
+    x = X.clone()
+    with LeakThroughReLU(0.1) as mode:
+        result = relu(x)
+    assert mode.applied == 1
+    assert torch.equal(result, F.leaky_relu(X, 0.1))
+    assert torch.equal(x, result if relu in IN_PLACE else X)
+
+
+@pytest.mark.parametrize("relu", [F.relu, F.relu_, Tensor.relu_])
+def test_dead_units_of_every_relu_are_revived(relu):
+    class Call(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return relu(x)
+
+    torch.manual_seed(70)
+    model = ListOfLists(2)
+    for _, feedforward in model.layers:  # pyright: ignore
+        nn.init.constant_(feedforward.net[1].bias, -5.0)
+        feedforward.net[2] = Call()
+    found = shaped.diagnose(model, X.float(), seeds=0, remedies=True)
+    outcomes = [trial.outcome for trial in found.remedies or () if trial.verdict == "dead units" and "ReLU" in trial.remedy]
+    assert outcomes == ["removes the verdict"]
 
 
 @pytest.mark.parametrize("make", [bert, gpt2, llama])

@@ -17,8 +17,10 @@ from shaped.diagnosis import Diagnosis
 from shaped.diagnosis.bands import Bands
 from shaped.diagnosis.observation import LayerObservation, Observation, StackObservation
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
-from shaped.diagnosis.page import render_page
+from shaped.diagnosis.page import document, render_page
 from shaped.diagnosis.reinitialised import draw_weights, make_fresh_copy
+from shaped.diagnosis.remedies.table import REMEDIES
+from shaped.diagnosis.remedies.trials import QUANTITIES
 from shaped.diagnosis.verdicts import Finding, judge, measure_risk
 from shaped.testing.stats import generator
 
@@ -65,6 +67,7 @@ def test_rules_say_how_far_a_value_is_beyond_its_threshold(name: str, decades: f
     assert "layers.3" in finding.layers or decades < 0.0
     assert finding.source
     assert "threshold" in str(finding)
+    assert all(finding.name in table for table in (REMEDIES, QUANTITIES, document.RULES))
 
 
 def test_risk_grows_with_every_excess_and_is_that_of_the_worst_stack():

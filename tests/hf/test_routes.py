@@ -1,10 +1,12 @@
-"""Every way to a shaped model that the README and docs/huggingface.md show, saved and loaded."""
+"""Every way to a shaped model that the README and docs/huggingface.md show, saved and loaded; and silence meanwhile."""
 
 import json
+from logging import ERROR, INFO
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from stock import BOTH, DECODERS, ENCODERS, IMAGES, bert, gpt2, llama, made, t5
 from test_interface import inputs
 from transformers import (
@@ -16,8 +18,11 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
 )
+from transformers.utils import logging
 
+from loudness import read_loudness, stays_loud
 from shaped import hf
+from shaped.hf.quiet import silence_transformers
 from shaped.nn import Recover
 
 AUTO = (
@@ -147,3 +152,25 @@ def test_t5_has_one_attention_in_all_its_copies_of_the_config(tmp_path):
     from_config("t5", None).save_pretrained(tmp_path)
     model = t5()[0].from_pretrained(tmp_path)
     assert [part.config._attn_implementation for part in (model, model.encoder, model.decoder)] == ["shaped"] * 3
+
+
+def test_silence_ends_also_with_an_error():
+    with stays_loud():
+        with silence_transformers():
+            assert read_loudness() == (ERROR, False, False)
+        with pytest.raises(ZeroDivisionError), silence_transformers():
+            _ = 1 / 0
+
+
+def test_what_was_silent_stays_silent():
+    with stays_loud():
+        disable_progress_bars()  # the hub's alone
+        with silence_transformers():
+            assert read_loudness() == (ERROR, False, False)
+        assert read_loudness() == (INFO, True, False)
+        logging.disable_progress_bar()
+        enable_progress_bars()
+        with silence_transformers():
+            pass
+        assert read_loudness() == (INFO, False, True)
+        logging.enable_progress_bar()

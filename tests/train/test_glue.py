@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 
+from loudness import stays_loud
 from refusals import refused
 from shaped.commands import app as cli
 from shaped.files import read_json, write_json
@@ -127,6 +128,13 @@ def test_the_same_seed_gives_the_same_scores_whatever_came_before(tiny: Settings
     alone = glue.glue(tiny.out, glue.GlueSettings("rte", epochs=1, seeds=(4,), device="cpu"), task, log=lambda line: None)
     for name in ("matthews", "accuracy", "f1"):
         assert alone[name]["values"] == both[name]["values"][1:]
+
+
+def test_a_run_and_its_classifier_leave_transformers_as_loud_as_it_was(tiny: Settings):
+    with stays_loud():
+        pretrain(replace(tiny, steps=20))
+    with stays_loud():
+        glue.load_classifier(tiny.out, 0)
 
 
 @pytest.mark.parametrize("name", ["device", "precision", "stream", "compile", "graph", "attention"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shaped.diagnosis.curves import Curves, list_curves
 from shaped.diagnosis.observation import Observation, find_device, observe
+from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.one_pass.stack import iterate_values
 from shaped.diagnosis.reinitialised import describe_drawing, draw_weights, make_fresh_copy
@@ -49,7 +50,7 @@ def measure_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss
     """Bands of `seeds` initialisations; None: SEEDS, and fewer copies of a large model. `predict` is asked first: it needs no copy."""
     if seeds == 0:
         return Bands({}, "no band was asked for")
-    model = getattr(model, "_orig_mod", model)
+    model = unwrap(model)
     predicted = predict_bands(model, batch, seen, seeds=seeds or SEEDS, seed=seed)
     return predicted or copy_bands(model, batch, seen, loss=loss, seeds=seeds or choose_copies(model, batch, seen), seed=seed)
 

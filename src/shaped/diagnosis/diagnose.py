@@ -10,6 +10,7 @@ from torch import nn
 from shaped.checks import whole_number
 from shaped.diagnosis.bands import measure_bands
 from shaped.diagnosis.observation import describe_batch, observe
+from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.remedies import try_remedies
 from shaped.diagnosis.result import Diagnosis
@@ -45,7 +46,7 @@ def diagnose(
     seen = observe(model, batch, loss)
     bands = measure_bands(model, batch, seen, loss=loss, seeds=seeds, seed=seed)
     info = {
-        "model": type(getattr(model, "_orig_mod", model)).__name__,
+        "model": type(unwrap(model)).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "batch": describe_batch(batch),
         "seeds": seeds,

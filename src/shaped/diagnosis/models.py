@@ -65,14 +65,16 @@ def call_function(place: str, seed: int) -> tuple[nn.Module, Any]:
     PyTorch's random numbers start from the seed, so that the same command gives the same model.
     """
     module_name, _, function_name = place.partition(":")
-    sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:  # the module's own code may raise anything
         said = f"{type(error).__name__}: {shorten(error)}"
         raise ValueError(f"model must be a function that can be imported, as package.module:function, got {place!r}: {said}") from error
     finally:
-        sys.path.remove(os.getcwd())
+        if folder in sys.path:  # the module may have changed the path, or the current folder
+            sys.path.remove(folder)
     if not callable(function):
         raise ValueError(f"model must be a function, as package.module:function, got {place!r}, which is of {type(function).__name__}")
     try:
@@ -104,14 +106,14 @@ def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path, list[str]]:
         ) from None
     if not find_spec("transformers"):
         raise ValueError("diagnose needs transformers for a config.json (pip install 'shaped-transformer[hf]')")
-    from transformers import AutoConfig, logging
+    from transformers import AutoConfig
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    from shaped.hf.quiet import silence_transformers  # shaped.hf also tells transformers what a model of type shaped is
+
     try:
-        config = AutoConfig.from_pretrained(file, local_files_only=True)
-        kind = choose_class(config)
-        with torch.random.fork_rng(devices=[]):
+        with silence_transformers(), torch.random.fork_rng(devices=[]):
+            config = AutoConfig.from_pretrained(file, local_files_only=True)
+            kind = choose_class(config)
             torch.manual_seed(seed)
             if not path.is_dir():
                 return kind.from_config(config), path.parent, []
@@ -195,8 +197,11 @@ def read_ids(folder: Path | None, text: Path, sequences: int, tokens: int) -> Te
     content = read_text(text)
     from transformers import AutoTokenizer
 
+    from shaped.hf.quiet import silence_transformers
+
     try:
-        ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(content, add_special_tokens=False)["input_ids"]
+        with silence_transformers():  # no warning that the text is longer than a sequence: it is cut below
+            ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(content, add_special_tokens=False)["input_ids"]
     except Exception as error:
         raise ValueError(f"text must come with a tokenizer in the model's folder, got none in {folder}: {shorten(error)}") from None
     whole = min(len(ids) // tokens, sequences)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.one_pass.attention_calls import expose_to_modes
+from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.losses import Loss, choose_loss
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
@@ -65,7 +66,7 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = unwrap(model)
     batch = move_batch(batch, find_device(model))
     recorder = LayerRecorder(model, batch)
     with ExitStack() as stack:
@@ -75,19 +76,11 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
         model.eval()
         with recorder, change or nullcontext():
             output = call_model(model, batch)
-        stacks = choose_layers(recorder.parts)
-        if not stacks:
-            raise ValueError(
-                f"model must have attention through scaled_dot_product_attention, shaped_attention or a softmax of queries times keys, "
-                f"got {type(model).__name__}, in which none was seen"
-            )
+        stacks = find_stacks(model, recorder)  # before the backward pass, which a model without attention need not wait for
         value, kind = choose_loss(output, batch, loss)
         with torch.autograd.set_multithreading_enabled(False), change or nullcontext():  # checkpointed parts run again, with the change
             gradients = differentiate(model, value)
-    observed = tuple(
-        StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, gradients) for labelled in label_parts(parts)))
-        for name, parts in stacks.items()
-    )
+    observed = make_stacks(stacks, gradients)
     number = float(value.detach())
     kind += "" if gradients else " (no weight matrix has a gradient of it)"
     return Observation(observed, number, kind, find_non_finite(model, observed, number, gradients))
@@ -127,6 +120,25 @@ def has_node(loss: Tensor, name: str) -> bool:
             seen.add(node)
             waiting += [other for other, _ in node.next_functions]
     return False
+
+
+def find_stacks(model: nn.Module, recorder: LayerRecorder) -> dict[str, list[Part]]:
+    """The layers of each stack, as they were recorded. A model in which no attention was seen is refused."""
+    stacks = choose_layers(recorder.parts)
+    if not stacks:
+        raise ValueError(
+            f"model must have attention through scaled_dot_product_attention, shaped_attention or a softmax of queries times keys, "
+            f"got {type(model).__name__}, in which none was seen"
+        )
+    return stacks
+
+
+def make_stacks(stacks: Mapping[str, list[Part]], matrices: Mapping[str, Tensor]) -> tuple[StackObservation, ...]:
+    """`matrices`: gradients of the weight matrices by name, or the norms of these gradients."""
+    return tuple(
+        StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)))
+        for name, parts in stacks.items()
+    )
 
 
 def label_parts(parts: Iterable[Part]) -> Iterator[tuple[Part, str]]:

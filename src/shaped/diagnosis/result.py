@@ -53,7 +53,7 @@ class Diagnosis:
 
     @property
     def layers(self) -> list[dict[str, Any]]:
-        """One row a layer: what leaves it, its curves' values, entropy and largest logit of each head, the gradient of each matrix."""
+        """One row a layer: what leaves it, its curves' values, entropies and largest logit of each head, the gradient of each matrix."""
         rows = []
         for stack in self.observation.stacks:
             curves = list_curves(stack)
@@ -61,7 +61,12 @@ class Diagnosis:
                 row: dict[str, Any] = {"stack": stack.name, "layer": number + 1, "name": layer.name}
                 row |= {name: values[number + len(values) - len(stack.layers)] for name, values in curves.items()}
                 heads = {
-                    name: {"entropy": list(call.entropy), "largest_logit": list(call.largest_logit), "largest_share": call.largest_share}
+                    name: {
+                        "entropy": list(call.entropy),
+                        "uniform_entropy": list(call.uniform_entropy),
+                        "largest_logit": list(call.largest_logit),
+                        "largest_share": call.largest_share,
+                    }
                     for name, call in layer.attention.items()
                 }
                 rows.append(row | {"heads": heads, "gradients": dict(layer.gradients)})

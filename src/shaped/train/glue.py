@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 import shaped.hf
 from shaped.checks import in_range, positive, whole_number
 from shaped.files import read_json, read_text, write_sealed
+from shaped.hf.quiet import silence_transformers
 from shaped.train.run.folder import HISTORY, check_files, check_run_folder
 from shaped.train.run.options import check, option
 from shaped.train.run.result import Result, find_commit
@@ -195,17 +196,9 @@ def explain_errors(run: Path) -> Iterator[None]:
 
 def load_classifier(run: Path, seed: int) -> Any:
     """The run's body under a new linear head, which the seed draws."""
-    import transformers
-
-    before = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # no warning that the head is new
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with explain_errors(run), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return shaped.hf.ShapedForSequenceClassification.from_pretrained(run, num_labels=2)
-    finally:
-        transformers.utils.logging.set_verbosity(before)
+    with silence_transformers(), explain_errors(run), torch.random.fork_rng(devices=[]):  # no warning that the head is new
+        torch.manual_seed(seed)
+        return shaped.hf.ShapedForSequenceClassification.from_pretrained(run, num_labels=2)
 
 
 def fine_tune(stepper: Stepper, settings: GlueSettings, batches: ExampleBatches, share: float) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaped.diagnosis.observation import StackObservation, label_parts, make_layer
+from shaped.diagnosis.observation import StackObservation, find_stacks, make_stacks
+from shaped.diagnosis.one_pass.compiled import run_uncompiled, unwrap
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
-from shaped.diagnosis.one_pass.stack import choose_layers
-from shaped.watching.uncompiled import run_uncompiled
 
 TOKENS = 128
 """Tokens of a sequence that are measured in the residual stream."""
@@ -31,7 +30,7 @@ class StepRecorder:
     """
 
     def __init__(self, model: nn.Module, sequences: int):
-        self.model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        self.model = unwrap(model)
         self._sequences = sequences
         self._recorder: LayerRecorder | None = None
         self._saw_training = False
@@ -55,7 +54,7 @@ class StepRecorder:
         norms = self._norms if scale is None else {name: norm / scale for name, norm in self._norms.items()}
         if scale is not None and not all(bool(norm.isfinite()) for norm in norms.values()):
             norms = {}
-        return make_stacks(self.model, self._recorder, norms)
+        return make_stacks(find_stacks(self.model, self._recorder), norms)
 
     def close(self) -> None:
         """Removes the hooks. May be called twice."""
@@ -111,18 +110,5 @@ def measure_batch(model: nn.Module, batch: Mapping[str, Any], gradients: Mapping
     """For a training step that no hook sees, such as a CUDA graph: one more forward pass of a batch, and the step's gradients by name."""
     with LayerRecorder(model, batch, tokens=TOKENS) as recorder:
         model(**batch)
-    return make_stacks(model, recorder, {name: gradient for name, gradient in gradients.items() if gradient.ndim >= 2})
-
-
-def make_stacks(model: nn.Module, recorder: LayerRecorder, matrices: Mapping[str, Tensor]) -> tuple[StackObservation, ...]:
-    """`matrices`: gradients of the weight matrices, or the norms of these gradients."""
-    stacks = choose_layers(recorder.parts)
-    if not stacks:
-        raise ValueError(
-            f"model must have attention through scaled_dot_product_attention, shaped_attention or a softmax of queries times keys, "
-            f"got {type(model).__name__}, in which none was seen"
-        )
-    return tuple(
-        StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)))
-        for name, parts in stacks.items()
-    )
+    matrices = {name: gradient for name, gradient in gradients.items() if gradient.ndim >= 2}
+    return make_stacks(find_stacks(model, recorder), matrices)

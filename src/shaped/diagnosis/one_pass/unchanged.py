@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from shaped.diagnosis.one_pass.compiled import run_uncompiled
 
 
 @contextmanager
@@ -19,7 +21,7 @@ def keep_random_numbers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keep_unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores what a forward pass may change. Compiled parts run uncompiled: the compiler would hide what they call."""
+    """Restores what a forward pass may change. What is compiled runs uncompiled: the compiler would hide what it calls."""
     flags = {module: module.training for module in model.modules()}
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -27,10 +29,7 @@ def keep_unchanged(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    with ExitStack() as stack:
-        stack.enter_context(keep_random_numbers(model))
-        if any(module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in model.modules()):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with keep_random_numbers(model), run_uncompiled():
         try:
             yield
         finally:

@@ -136,10 +136,10 @@ def list_heads(layers: list[dict[str, Any]]) -> tuple[list[list[float | None]], 
     """Of each layer's heads: the share of the uniform entropy, and the entropy in nats."""
     shares, entropies = [], []
     for row in layers:
-        nats = [entropy for call in row["heads"].values() for entropy in call["entropy"]]
-        uniform = row["entropy"] / row["entropy_share"] if row["entropy"] and row["entropy_share"] else None
-        entropies.append(nats)
-        shares.append([None if entropy is None or not uniform else entropy / uniform for entropy in nats])
+        # Each call has its own: the keys of cross-attention are not those of self-attention.
+        pairs = [pair for call in row["heads"].values() for pair in zip(call["entropy"], call["uniform_entropy"], strict=True)]
+        entropies.append([entropy for entropy, _ in pairs])
+        shares.append([entropy / uniform if entropy is not None and uniform else None for entropy, uniform in pairs])
     return shares, entropies
 
 

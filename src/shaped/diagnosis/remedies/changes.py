@@ -18,7 +18,8 @@ from shaped.diagnosis.one_pass.quantities import MASKED
 from shaped.nn.attention import shaped_attention
 from shaped.nn.functional import rms_norm
 
-RELUS = {F.relu, torch.relu, Tensor.relu}
+IN_PLACE = {F.relu_, torch.relu_, Tensor.relu_}
+RELUS = {F.relu, torch.relu, Tensor.relu, *IN_PLACE}
 
 
 class CallChange(TorchFunctionMode, ABC):
@@ -140,4 +141,5 @@ class LeakThroughReLU(CallChange):
         if func not in RELUS:
             return func(*args, **kwargs)
         self.applied += 1
-        return F.leaky_relu(args[0] if args else kwargs["input"], self.slope)
+        in_place = func in IN_PLACE or kwargs.get("inplace", False)  # the model may go on with the input
+        return F.leaky_relu(args[0] if args else kwargs["input"], self.slope, inplace=in_place)

@@ -12,6 +12,7 @@ from torch import nn
 
 from shaped.diagnosis.curves import list_curves
 from shaped.diagnosis.observation import Observation, observe
+from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.remedies.table import REMEDIES, Remedy, Variant
 from shaped.diagnosis.verdicts import Finding, judge, measure_risk, show
@@ -210,7 +211,7 @@ def read_silent_value(finding: Finding, observation: Observation) -> float:
 
 def takes_hf_shape(model: nn.Module) -> bool:
     """Can `shaped.hf.shape` shape this model?"""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = unwrap(model)
     transformers = sys.modules.get("transformers")  # a model of it has loaded it
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return False

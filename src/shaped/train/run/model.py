@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from shaped.hf import ShapedConfig
+from shaped.hf.quiet import silence_transformers
 from shaped.train.data.prepared import IDS, Data
 from shaped.train.data.tokenizer import END, FIRST, write_causal_tokenizer
 from shaped.train.run.checkpoint import writing_tensors
@@ -58,9 +58,8 @@ def build_model(settings: Settings, model: Any, vocab: int, length: int) -> Any:
 
 def write_model(model: Any, data: Data, out: Path) -> list[str]:
     """Writes weights, config and tokenizer, and returns the names of the files."""
-    transformers.utils.logging.disable_progress_bar()
     values = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}  # views of one vector until here
-    with writing_tensors(out):
+    with silence_transformers(), writing_tensors(out):
         model.save_pretrained(out, state_dict=values)
     tokenizer = data.hash_tokenizer()
     for name in tokenizer:

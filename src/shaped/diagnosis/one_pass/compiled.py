@@ -1,4 +1,4 @@
-"""Switches torch.compile off for a while, for any number of users that end in any order."""
+"""What torch.compile hides: the model that it wraps, and what it calls. Off for a while, for any number of users that end in any order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import nn
 
 _stance = ExitStack()
 _users = 0
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model within what `torch.compile(model)` returned; any other as it is."""
+    return getattr(model, "_orig_mod", model)
 
 
 @contextmanager
