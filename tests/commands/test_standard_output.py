@@ -60,6 +60,15 @@ def test_results_are_written_before_they_are_printed(command: Command, tmp_path,
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["simulate.json", "simulate.png"]
 
 
+def test_a_pipe_that_closes_before_the_buffer_is_written(command: Command, tmp_path):
+    """The version stays in the buffer until the command ends, so the error is not that of a line that is printed."""
+    out = closed_pipe()
+    try:
+        assert command("--version", out=out, cwd=tmp_path) == (1, "")
+    finally:
+        os.close(out)
+
+
 def test_figures_are_finished_though_nobody_reads_their_lines(monkeypatch, tmp_path):
     """Computed in this process: those that it would start by default load torch."""
     small = laws.Settings(n=16, d=12, samples=256)

@@ -37,11 +37,13 @@ def test_one_token_is_log_normal(layer, variance, method):
     z = (paths.V[-1, :, 0, 0].log() - math.log(2.0) + variance * T / 2) / math.sqrt(variance * T)
     h = variance * T / steps
     assert_mean(z, 0.0, bias=0.5 * h)
-    assert_mean(z**2, 1.0, bias=1.5 * h)
+    # A step of Euler multiplies by 1 + x, x ~ N(0, h), and Var log(1 + x) = h + 2.5 h² + O(h³).
+    square, bias = (1.0 + 2.5 * h, 0.5 * h) if method == "euler" else (1.0, 1.5 * h)
+    assert_mean(z**2, square, bias=bias)
     points = np.linspace(-8, 8, 4001)
     assert_distribution(z, points, norm.cdf(points), bias=0.5 * h)
     with pytest.raises(AssertionError):
-        assert_mean(z**2, 1.05, bias=1.5 * h)
+        assert_mean(z**2, 1.05 * square, bias=bias)
 
 
 def fokker_planck(noise: float, relu: float, rho0: float, T: float) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +125,8 @@ def statistics(steps: int, samples: int, method: str) -> torch.Tensor:
 
 def test_weak_order_one():
     """Halving the step at least halves the error. The change from one step to its half shows it; order 1/2 would fail."""
-    runs = [statistics(steps, 2**19, "cone")[:, 1] for steps in (1, 2, 4)]
+    # Most samples where they count most for fine - coarse/2: for equal numbers order 1/2 is just 5 errors away, here 5.8.
+    runs = [statistics(steps, samples, "cone")[:, 1] for steps, samples in ((1, 400_000), (2, 900_000), (4, 480_000))]
     means, errors = [f.mean().item() for f in runs], [f.std().item() / len(f) ** 0.5 for f in runs]
     coarse, fine = abs(means[1] - means[0]), abs(means[2] - means[1])
     error = math.hypot(errors[2], 1.5 * errors[1], 0.5 * errors[0])  # of fine - coarse/2

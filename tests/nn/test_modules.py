@@ -28,14 +28,14 @@ from shaped.nn import (
 from shaped.nn.activations import ShapedGELU
 from shaped.nn.functional import shaped_relu
 from shaped.testing.law import draw_tokens
-from shaped.testing.stats import assert_mean, assert_rejected, assert_same_moments, generator, random_covariance, seed
+from shaped.testing.stats import Z, assert_mean, assert_rejected, assert_same_moments, generator, random_covariance, seed
 
-M, N, HEADS, GAMMA, TAU0 = 3, 12, 2, 0.7, 0.4
+M, N, HEADS, GAMMA, TAU0, C_MINUS = 3, 12, 2, 0.9, 0.2, -3.0
 
 
 def make_block(width, causal=False, fold=True):
     attention = ShapedSelfAttention(width, HEADS, tau0=TAU0, causal=causal, fold=fold)
-    return ShapedTransformerBlock(attention, ShapedFeedForwardBlock(width, width, c_minus=-1.5), GAMMA)
+    return ShapedTransformerBlock(attention, ShapedFeedForwardBlock(width, width, c_minus=C_MINUS), GAMMA)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -44,7 +44,8 @@ def test_a_block_at_initialisation_has_the_theorys_law(causal, fold):
     """One block, hidden width n, against `propagate` of the theory's layers with an output projection.
 
     All networks at once: made one by one, half as many take eight times as long. So their weights are drawn here, with the deviation
-    that the block names, and the test below says that the block draws them so.
+    that the block names, and the test below says that the block draws them so. With these large branches 5 % of gamma are 7 standard
+    errors, and 5 % of c_minus 8; 5 % of tau0 are 1.
     """
     V, g, networks = random_covariance(M, 110), generator(111), 10_000
     block = make_block(N, causal, fold).double()
@@ -58,8 +59,8 @@ def test_a_block_at_initialisation_has_the_theorys_law(causal, fold):
     with torch.no_grad():
         drawn = gram(vmap(lambda weight, x: functional_call(block, weight, (x,)), chunk_size=4000)(weights, X))
     mask = "causal" if causal else None
-    theory = shaped.ShapedAttention(GAMMA, TAU0, HEADS, True, mask) >> shaped.ShapedFeedForward(GAMMA, 0.0, -1.5)
-    law = shaped.propagate(theory, V, n=N, d=1, samples=50_000, seed=seed(113), record="last")
+    theory = shaped.ShapedAttention(GAMMA, TAU0, HEADS, True, mask) >> shaped.ShapedFeedForward(GAMMA, 0.0, C_MINUS)
+    law = shaped.propagate(theory, V, n=N, d=1, samples=20_000, seed=seed(113), record="last")
     assert_same_moments(vech(law.V[-1]), vech(drawn))
 
 
@@ -82,17 +83,20 @@ def mean_rho(X):
 
 
 def test_a_hundred_layers_keep_their_tokens_apart():
-    """Mean rho of deep encoders at initialisation lies in the theory's 95 % band; unshaped, the same stack collapses."""
-    depth, n, heads, m, gamma, networks = 100, 96, 4, 8, 0.3, 24
+    """Mean rho of deep encoders at initialisation is the theory's, about 0; unshaped, the same stack collapses to 1.
+
+    It sees attention without its centring, and feed-forward blocks without shaped slopes. It sees neither a missing identity nor an error
+    of a size: four networks leave the mean free by 0.25, and a third more gamma passes. The test of one block sees those.
+    """
+    depth, n, heads, m, gamma, networks, samples = 100, 96, 4, 8, 0.3, 4, 200
     torch.manual_seed(seed(114))
     X = torch.randn(m, n)
     theory = shaped.ShapedAttention(gamma, heads=heads, project=True) >> shaped.ShapedFeedForward(gamma)
-    paths = shaped.solve(theory, gram(X).double(), T=depth / n, samples=2000, seed=seed(115), record="last", upper=1e4)
+    paths = shaped.solve(theory, gram(X).double(), T=depth / n, samples=samples, seed=seed(115), record="last", upper=1e4)
     rows, columns = torch.triu_indices(m, m, 1)
     expected = paths.rho[-1][:, rows, columns].mean(-1)
-    low, high = torch.quantile(expected, torch.tensor([0.025, 0.975], dtype=torch.float64))
     with torch.no_grad():
-        found = torch.stack([mean_rho(ShapedEncoder(depth, n, heads, gamma=gamma, hidden=n)(X)) for _ in range(networks)]).double()
+        found = torch.stack([mean_rho(ShapedEncoder(depth, n, heads, gamma=gamma, hidden=n)(X)) for _ in range(networks)])
         vanilla = ShapedEncoder(depth, n, heads, gamma=gamma, hidden=n, schedule=Recover(1))
         for module in vanilla.modules():
             if isinstance(module, ShapedSelfAttention):  # the usual variance of queries and keys
@@ -100,11 +104,9 @@ def test_a_hundred_layers_keep_their_tokens_apart():
                     weight.mul_(n**0.25)
         vanilla.schedule.apply(vanilla, 1)
         assert mean_rho(vanilla(X)) > 0.99
-    assert low < found.mean() < high
-    assert ((found > low) & (found < high)).double().mean() > 0.95 - 5 * math.sqrt(0.95 * 0.05 / networks)
     # slopes 1 and 1 - 1/sqrt(n) push rho up faster than the limit says, by about 1/sqrt(n) of their drift (docs/finite.md)
-    error = math.hypot(found.std().item() / networks**0.5, expected.std().item() / 2000**0.5)
-    assert abs(found.mean() - expected.mean()) < 5 * error + 0.02
+    error = expected.std().item() * math.hypot(networks**-0.5, samples**-0.5)
+    assert abs(found.mean().item() - expected.mean().item()) < Z * error + 0.02
 
 
 def test_recover_ends_at_the_plain_network():

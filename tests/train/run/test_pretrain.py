@@ -14,6 +14,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 import shaped.hf
 from refusals import refused
 from shaped.files import write_sealed
+from shaped.testing.stats import Z
 from shaped.train.run.folder import read_divergence
 from shaped.train.run.loop import Run, pretrain
 from shaped.train.run.metrics import read_metrics
@@ -24,29 +25,32 @@ from shaped.train.step.stepper_cache import StepperCache
 from train.conftest import KNOWN, UNIFORM
 from train.runs import ENVIRONMENT, command, quiet
 
-# How much each falls below log 40 in 200 steps, at least. Fixed shaping keeps attention small, so it is the slowest to use the document.
-FALLS: list[tuple[dict[str, Any], float]] = [
-    ({"schedule": "fixed"}, 0.4),
-    ({"schedule": "learn"}, 0.8),
-    ({"schedule": "recover"}, 0.8),
-    ({"schedule": "recover", "qk_norm": True, "tau0": None}, 0.8),
-    ({"schedule": "learn", "qk_norm": True, "qk_gain": True, "tau0": None}, 0.8),
-    ({"model": "preln"}, 0.8),
-    ({"model": "preln", "norm": "rms", "qk_norm": True, "qk_gain": True}, 0.8),
-    ({"model": "preln", "init": "gpt2"}, 0.4),
-    ({"model": "postln"}, 0.4),
-    ({"model": "vanilla", "qk_norm": True}, 0.8),
-    ({"model": "dyt"}, 0.8),
+ARMS: list[dict[str, Any]] = [
+    {"schedule": "fixed"},
+    {"schedule": "learn"},
+    {"schedule": "recover"},
+    {"schedule": "recover", "qk_norm": True, "tau0": None},
+    {"schedule": "learn", "qk_norm": True, "qk_gain": True, "tau0": None},
+    {"model": "preln"},
+    {"model": "preln", "norm": "rms", "qk_norm": True, "qk_gain": True},
+    {"model": "preln", "init": "gpt2"},
+    {"model": "postln"},
+    {"model": "vanilla", "qk_norm": True},
+    {"model": "dyt"},
 ]
 
 
-@pytest.mark.parametrize(("arm", "fall"), FALLS, ids=str)
-def test_a_tiny_model_learns(tiny: Settings, arm: dict[str, Any], fall: float):
-    """To know the words alone is a loss of log 40 = 3.69; to see that a document has four of them, log 4 = 1.39."""
-    result = quiet(replace(tiny, steps=200, **arm))
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_a_tiny_model_learns(tiny: Settings, arm: dict[str, Any]):
+    """To know the words alone is a loss of log 40 = 3.69; to see that a document has four of them, log 4 = 1.39.
+
+    In 120 steps fixed shaping, which keeps attention small, falls by 0.295 below log 40, the others by 0.38 to 0.86. Without attention
+    it falls by 0.08: some words that are to be guessed are left in their places.
+    """
+    result = quiet(replace(tiny, steps=120, **arm))
     first = read_metrics(tiny.out / "metrics.jsonl", "train")[0]["loss"]
     assert first > UNIFORM
-    assert KNOWN < result.test_loss < UNIFORM - fall
+    assert KNOWN < result.test_loss < UNIFORM - 0.2
     assert result.train_loss < first
 
 
@@ -145,18 +149,16 @@ def test_wrong_settings_of_a_run_are_refused(tiny: Settings, tmp_path: Path):
 
 
 def test_everything_that_is_to_be_tried_is_a_setting(tiny: Settings):
-    run = Run(
-        replace(tiny, gamma=0.2, gamma_feedforward=0.1, embedding_std=0.5, head_std=0.01, gain_lr=0.0, tied=False, embedding_norm=True),
-        0, 1, lambda line: None, False, StepperCache(),
-    )  # fmt: skip
+    stds = {"embedding_std": 0.5, "head_std": 0.01}
+    settings = replace(tiny, width=128, gamma=0.2, gamma_feedforward=0.1, gain_lr=0.0, tied=False, embedding_norm=True, **stds)
+    run = Run(settings, 0, 1, lambda line: None, False, StepperCache())
     block: Any = run.model.model.layers[0].block
     assert block.gamma_attention.item() == pytest.approx(0.2)
     assert block.gamma_feedforward.item() == pytest.approx(0.1)
     assert block.lam_feedforward.item() == pytest.approx(0.99**0.5)
-    head: Any = run.model.head
-    assert head.weight.std().item() == pytest.approx(0.01, rel=0.1)
-    tokens: Any = run.model.model.embedding.tokens
-    assert tokens.weight.std().item() == pytest.approx(0.5, rel=0.1)
+    for part, std in ((run.model.head, 0.01), (run.model.model.embedding.tokens, 0.5)):
+        weight: Any = part.weight
+        assert weight.std().item() == pytest.approx(std, rel=Z / (2 * weight.numel()) ** 0.5)  # 5 standard errors: 4 %
     matrix = block.feedforward.pre.weight.clone()
     run._advance(lambda *shown: None)
     assert block.gamma_attention.item() == pytest.approx(0.2)  # its learning rate is 0
