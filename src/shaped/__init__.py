@@ -1,10 +1,10 @@
 """The shaped Transformer: its infinite-depth-and-width limit and its finite networks, as one object each."""
 
-from shaped import interrupts
+from shaped import process
 
-interrupts.exit_on_interrupt()
+process.exit_on_interrupt()
 
-if not interrupts.is_page_server():  # it has to be there at once, and never needs torch: its workers do
+if not process.is_page_server():  # it has to be there at once, and never needs torch: its workers do
     from shaped import nn as nn
     from shaped import workers as workers
     from shaped.advice import Advice as Advice

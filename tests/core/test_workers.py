@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shaped
-from shaped.cores import count_cores
+from shaped.process import count_cores
 from shaped.workers import LocalWorkers, dask_executor, open_executor
 
 BLOCK = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5)
@@ -70,7 +70,7 @@ def test_a_killed_process_is_replaced():
 
 KILLED = """
 import os, signal
-from shaped.cores import count_cores
+from shaped.process import count_cores
 from shaped.workers import LocalWorkers
 if __name__ == "__main__":
     workers = LocalWorkers(1)

@@ -17,7 +17,7 @@ from shaped.commands.blocks import read_mask
 from shaped.commands.console import print_error
 from shaped.commands.options import ATTENTION, LAYER, PLACE, SOLVER, WORK, show_choices
 from shaped.commands.results import check_folder, show_results, write_results
-from shaped.cores import count_cores
+from shaped.process import count_cores
 from shaped.workers import open_executor
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from shaped import __version__, interrupts
+from shaped import __version__, process
 from shaped.commands.console import flush, print_error
 from shaped.commands.explore import explore
 
 # Help is Markdown: in rich's own markup, [tokens, tokens] would be a style and vanish.
 app = typer.Typer(invoke_without_command=True, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 app.command(rich_help_panel="Theory")(explore)
-if not interrupts.is_page_server():  # the others load torch
+if not process.is_page_server():  # the others load torch
     from shaped.commands import train
     from shaped.commands.advise import advise
     from shaped.commands.converge import converge
@@ -34,16 +34,16 @@ CLOSED_PIPE = 1  # the exit code of typer where nobody reads the output
 def main() -> None:
     """Runs the command. A user's error is one line on standard error, and exit code 2."""
     try:
-        interrupts.restore_interrupts()
+        process.restore_interrupts()
         warnings.showwarning = show_warning
         code = app(prog_name="shaped", standalone_mode=False)  # also as `python -m shaped`: completion is for the name
         flush()
-        if code == interrupts.INTERRUPTED:
+        if code == process.INTERRUPTED:
             raise KeyboardInterrupt
         sys.exit(code)
     except KeyboardInterrupt:
-        print_error(interrupts.MESSAGE)
-        sys.exit(interrupts.INTERRUPTED)
+        print_error(process.MESSAGE)
+        sys.exit(process.INTERRUPTED)
     except BrokenPipeError:
         sys.exit(CLOSED_PIPE)
     except (ValueError, OSError, ArithmeticError) as error:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from shaped.commands.options import WORK
-from shaped.cores import count_cores
+from shaped.process import count_cores
 
 ADDRESS = "127.0.0.1"
 MOST_WORKERS = 2

@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import shaped
 from shaped.checks import check_device
-from shaped.cores import count_cores
 from shaped.figures.harness import cache
 from shaped.figures.harness.claims import HOLDS, describe_verdicts
 from shaped.figures.harness.code_hash import hash_code
 from shaped.figures.harness.page import NoData, Page
 from shaped.figures.harness.simulator import Simulator
 from shaped.files import write_atomically
+from shaped.process import count_cores
 
 PAGES = "shaped.figures.pages"
 SCALES = ("quick", "paper")

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from shaped.checks import as_tensor, check_device, whole_number
-from shaped.cores import count_cores
 from shaped.covariance import Point, check_covariance, correlation, effective_rank, gram
 from shaped.hf.prediction.embeddings import GivenStart, Start
 from shaped.hf.prediction.families import describe_network, read_config
@@ -22,6 +21,7 @@ from shaped.hf.prediction.parts import Network
 from shaped.hf.prediction.result import Prediction
 from shaped.hf.prediction.threads import Report, run_blocks
 from shaped.layers import Normalise, Sizes
+from shaped.process import count_cores
 from shaped.randomness import Stream
 
 BLOCK_ENTRIES, BLOCK_SAMPLES = 2**19, 8

@@ -1,4 +1,4 @@
-"""Which command loads, and Ctrl-C while it does, which takes seconds: prints one line, not a traceback.
+"""This process: which command it is, Ctrl-C while it loads, which takes seconds, and how many processors it may use. Without torch.
 
 Programs that import the library keep their signal handlers.
 """
@@ -15,6 +15,11 @@ from typing import Any
 
 INTERRUPTED = 130  # what typer returns after Ctrl-C, as shells do
 MESSAGE = "shaped: interrupted; no file is half-written"
+
+
+def count_cores() -> int:
+    """Those of a container or of `taskset`, where the system tells; macOS does not."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_command() -> bool:
