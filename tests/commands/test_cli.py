@@ -70,7 +70,9 @@ def test_simulate_takes_qk_norm_and_rope(monkeypatch, capsys, tmp_path):
         found.append(summary["rho"]["mean"])
     assert len(set(found)) == 4
     capsys.readouterr()
-    for given, words in ((["--qk-norm"], "qk_norm must be left out"), (["--rope", "100"], "rope must be left out")):
+    unused = {"mask": "causal", "heads": "4", "tau0": "2", "rope": "100"}
+    wrong = [(["--qk-norm"], "qk_norm must be left out"), (["--project"], "project must be left out")]
+    for given, words in wrong + [([f"--{name}", value], f"{name} must be left out") for name, value in unused.items()]:
         assert run(monkeypatch, *SMALL, "--layers", "feedforward,perceptron", "--out", str(tmp_path), *given) == 2
         assert words in capsys.readouterr().err
     assert run(monkeypatch, *SMALL, "--out", str(tmp_path), "--rope", "0.5") == 2

@@ -11,6 +11,7 @@ import torch
 from scipy import stats as distributions
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     BertConfig,
     Gemma2Config,
     GPT2Config,
@@ -24,7 +25,7 @@ from transformers import (
 
 from refusals import refused
 from shaped.covariance import equicorrelated
-from shaped.hf import Prediction, ShapedConfig, predict
+from shaped.hf import Prediction, ShapedConfig, predict, shape
 from shaped.hf.prediction.embeddings import TextEmbedding
 from shaped.hf.prediction.encoders import truncated_std
 from shaped.hf.prediction.families import FAMILIES, describe_network
@@ -35,6 +36,22 @@ TINY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attentio
 SMALL: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "vocab_size": 20, "bos_token_id": None, "eos_token_id": None}
 SEES_ALL: dict[str, Any] = {"is_causal": False}
 MODELS = 16
+
+
+def test_attention_that_is_not_the_familys_is_refused(tmp_path: Path):
+    """The prediction would be that of the plain model, digit by digit."""
+    config = LlamaConfig(**TINY)
+    by_name = AutoModelForCausalLM.from_config(config, attn_implementation="shaped")
+    with_gains = shape(AutoModelForCausalLM.from_config(LlamaConfig(**TINY)), gamma1=3.0, gamma2=0.0)
+    for number, model in enumerate((by_name, with_gains)):
+        model.save_pretrained(tmp_path / str(number))
+        for given in (model.config, tmp_path / str(number)):
+            with refused("attn_implementation", "llama", "'shaped'", "shaped.diagnose"):
+                predict(given, tokens=4, samples=2, seed=0)
+    own: dict[str, Any] = {name: value for name, value in TINY.items() if name != "intermediate_size"} | {"attn_implementation": "sdpa"}
+    with refused("attn_implementation must be 'shaped'", "'sdpa'"):
+        predict(ShapedConfig(**own), tokens=4, samples=2, seed=0)
+    predict(ShapedConfig(**own, block="preln"), tokens=4, samples=2, seed=0)  # nothing to drop
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,35 @@ B, HEADS, K, E = 2, 4, 7, 5
 MASKS = ["full", "causal", "padding left", "padding right", "window", "bool", "bool by head", "bias", "causal and padding", "rows masked"]
 
 
+def test_a_bias_that_is_nan_is_not_hidden():
+    """As with `scaled_dot_product_attention`: a learned bias that diverged must be seen, also in rows that are masked otherwise."""
+    q = torch.randn(1, 2, 5, 8, generator=generator(0))
+    bias = torch.zeros(5, 5)
+    bias[1], bias[2] = math.nan, -math.inf
+    bias[3, 0], bias[3, 1:] = math.nan, -math.inf
+    out = shaped_attention(q, q, q, attn_mask=bias)
+    assert [bool(row.isnan().all()) for row in out[0, 0]] == [False, True, False, True, False]
+    assert out[:, :, 2].eq(0.0).all()  # a query that may attend to nothing
+
+
+def test_a_compiled_decode_loop_takes_any_length_of_the_cache():
+    compiled = torch.compile(shaped_attention, fullgraph=True, backend="eager")
+    for length in (8, 9, 10):
+        q, k, v = (torch.randn(2, 4, length, 16, generator=generator(length + i)) for i in range(3))
+        for queries in (1, 2):
+            given = q[:, :, -queries:], k, v
+            torch.testing.assert_close(compiled(*given, is_causal=True), shaped_attention(*given, is_causal=True))
+
+
+def test_whole_numbers_and_unwanted_groups_are_refused():
+    q, k = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8)
+    with refused("q must have floating-point numbers, got torch.int64"):
+        shaped_attention(q.long(), k.long(), k.long())
+    with refused("k must have as many heads as q, 4, without enable_gqa, got 2"):
+        shaped_attention(q, k, k, enable_gqa=False)
+    assert torch.equal(shaped_attention(q, k, k, enable_gqa=True), shaped_attention(q, k, k))
+
+
 def dense(q, k, v, gamma1, gamma2, scale, allowed, bias, places):
     """Everything written out: logits, bias, two softmaxes, identity, and zeros where nothing may be attended to."""
     group = q.shape[1] // k.shape[1]

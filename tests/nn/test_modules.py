@@ -109,6 +109,14 @@ def test_a_hundred_layers_keep_their_tokens_apart():
     assert abs(found.mean().item() - expected.mean().item()) < Z * error + 0.02
 
 
+@pytest.mark.parametrize("schedule", [Recover(5), Learn()])
+def test_a_schedule_without_gains_to_change_is_refused(schedule):
+    """It would do nothing, in silence; so on a stock model with attn_implementation="shaped", whose gains are constants."""
+    with refused("model must have gains", repr(schedule), "Linear", "shaped.hf.shape"):
+        schedule.apply(nn.Linear(2, 2), 2)
+    Fixed().apply(nn.Linear(2, 2), 2)
+
+
 def test_recover_ends_at_the_plain_network():
     torch.manual_seed(0)
     encoder = ShapedEncoder(2, N, HEADS, gamma=0.3, schedule=Recover(10))

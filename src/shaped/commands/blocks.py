@@ -10,6 +10,10 @@ from shaped.files import read_array
 from shaped.layers import Chain, Layer, ShapedAttention, ShapedFeedForward, ShapedPerceptron, alibi
 from shaped.layers.masks import Mask, check_mask
 
+USED_BY = {option: {"attention"} for option in ("tau0", "heads", "project", "mask", "qk_norm", "rope")}
+USED_BY |= {"gamma": {"attention", "feedforward"}} | {option: {"feedforward", "perceptron"} for option in ("c_plus", "c_minus")}
+"""The layers that have a use for an option."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSettings:
@@ -50,9 +54,10 @@ class BlockSettings:
         for name in self.names:
             if name not in makers:
                 raise ValueError(f"layers must be a list of {', '.join(makers)}, got {name!r}")
-        for name in ("qk_norm", "rope"):
-            if getattr(self, name) not in (False, None) and "attention" not in self.names:
-                raise ValueError(f"{name} must be left out without an attention layer, got {getattr(self, name)} for {self.layers}")
+        for option, layers in USED_BY.items():
+            if getattr(self, option) != self.__dataclass_fields__[option].default and not layers & {*self.names}:
+                kind = " or ".join(sorted(layers))
+                raise ValueError(f"{option} must be left out without a layer {kind}, got {getattr(self, option)} for {self.layers}")
         return Chain(*(makers[name]() for name in self.names))
 
     @property

@@ -114,10 +114,14 @@ def apply_weights(weights: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def find_query_positions(mask: Tensor, Q: int) -> Tensor:
-    """The positions of the queries among the keys, [Q]: consecutive, the last query at the last key that any query attends to."""
-    allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
-    last = (allowed * torch.arange(allowed.shape[-1], device=mask.device)).amax()
-    return last + torch.arange(1 - Q, 1, device=mask.device)
+    """The positions of the queries among the keys, [Q]: consecutive, the last query that attends to a key at the last such key.
+
+    Queries after it are padding.
+    """
+    allowed = (mask if mask.dtype == torch.bool else mask > -torch.inf).expand(*mask.shape[:-2], Q, -1).flatten(0, -3).any(0)
+    queries, keys = (torch.arange(size, device=mask.device) for size in allowed.shape)
+    last = (allowed.any(-1) * queries).amax()
+    return (allowed * keys).amax(-1).index_select(0, last[None]) + queries - last
 
 
 def is_cross_attention(module: nn.Module) -> bool:

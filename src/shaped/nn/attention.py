@@ -25,6 +25,7 @@ def shaped_attention(
     attn_mask: Tensor | None = None,
     positions: Tensor | None = None,
     dropout_p: float = 0.0,
+    enable_gqa: bool = True,
 ) -> Tensor:
     r"""$\gamma_1 v + \text{softmax}(q k^\top \text{scale} + B)\,v - \gamma_2\,\text{softmax}(B)\,v$ (Eq. shaped-attention-train).
 
@@ -49,7 +50,10 @@ def shaped_attention(
             The output is 0 for a query that may attend to no key.
         positions: each query's index among the keys, [Q], [1, Q] or [batch, Q], if the queries are not the last tokens (a static cache).
         dropout_p: dropout of the softmax. Identity and centring are not dropped.
+        enable_gqa: False refuses fewer key heads than heads, as `scaled_dot_product_attention` does by default.
     """
+    if not enable_gqa and q.shape[-3] != k.shape[-3]:
+        raise ValueError(f"k must have as many heads as q, {q.shape[-3]}, without enable_gqa, got {k.shape[-3]}")
     if has_torch_function_variadic(q, k, v):  # a TorchFunctionMode sees one call, as of PyTorch's own attention
         arguments = {"gamma1": gamma1, "gamma2": gamma2, "scale": scale, "is_causal": is_causal, "attn_mask": attn_mask}
         arguments |= {"positions": positions, "dropout_p": dropout_p}
@@ -66,9 +70,10 @@ def shaped_attention(
     if is_causal and (attn_mask is not None or not aligned) and not (attn_mask is None and positions is None and Q == 1):
         # The causal mask of the stock kernels assumes that query 0 is at key 0, and excludes any other mask.
         attn_mask = _add_causal_mask(attn_mask, _index_queries(q, K, positions), K)
-    causal = bool(is_causal and aligned and attn_mask is None)
-    grouped = False
-    if heads > k.shape[-3]:  # under a compiler the comparison is symbolic, but the kernel needs a bool
+    causal = grouped = False  # under a compiler comparisons of sizes are symbolic, but the kernel needs a bool
+    if is_causal and aligned and attn_mask is None:
+        causal = True
+    if heads > k.shape[-3]:
         grouped = True
     has_keys = None
     if attn_mask is not None:
@@ -176,7 +181,7 @@ def _add_causal_mask(mask: Tensor | None, positions: Tensor, K: int) -> Tensor:
 
 def _open_empty_rows(mask: Tensor) -> tuple[Tensor, Tensor]:
     """The mask, opened for queries that may attend to no key (their softmax would be NaN), and which queries have keys."""
-    has_keys = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1, keepdim=True)
+    has_keys = (mask if mask.dtype == torch.bool else mask != -torch.inf).any(-1, keepdim=True)  # NaN is no mask: it must be seen
     return (mask | ~has_keys if mask.dtype == torch.bool else mask.masked_fill(~has_keys, 0.0)), has_keys
 
 
@@ -218,6 +223,8 @@ def check_arguments(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3:
             raise ValueError(f"{name} must be [..., heads, tokens, features], got shape {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must have floating-point numbers, got {x.dtype}")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if x.device != q.device:

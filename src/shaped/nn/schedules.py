@@ -40,9 +40,14 @@ class Schedule(ABC):
 
     def apply(self, model: nn.Module, step: int) -> None:
         """Sets the shaping of every module of the model for this step, before its forward pass. Trained gains do not change."""
+        shapeable = [module for module in model.modules() if isinstance(module, Shapeable)]
+        if not shapeable and not isinstance(self, Fixed):
+            raise ValueError(
+                f"model must have gains that {self!r} can change, got {type(model).__name__} without any: make it with a schedule, or, if "
+                "it is a Hugging Face model, call shaped.hf.shape(model) first"
+            )
         if self.learns:
             return
-        shapeable = [module for module in model.modules() if isinstance(module, Shapeable)]
         if any(gain.requires_grad for module in shapeable for gain in module.scalars()):
             raise ValueError(f"schedule must be the one that the model was made with, which trains its shaping, got {self!r}")
         for module in shapeable:

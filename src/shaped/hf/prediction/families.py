@@ -37,7 +37,23 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 
 def describe_network(config: PreTrainedConfig, m: int) -> Network:
     """The network of a config with m tokens."""
+    check_attention(config)
     return FAMILIES[check_family(config.model_type)](config, m)
+
+
+def check_attention(config: PreTrainedConfig) -> None:
+    """Refuses a model whose attention is not that of its family: the prediction would be of another model."""
+    chosen = config._attn_implementation
+    is_shaped = chosen == NAME or bool(getattr(config, "shaped", None))
+    if config.model_type != NAME and is_shaped:
+        raise ValueError(
+            f"attn_implementation must be the family's own for a prediction of {config.model_type}, got {NAME!r}: of shaped models only "
+            "those of a ShapedConfig can be predicted; `shaped.diagnose` measures any"
+        )
+    if config.model_type == NAME and getattr(config, "block", "") == "shaped" and chosen not in (None, NAME, "eager"):
+        raise ValueError(
+            f"attn_implementation must be {NAME!r} for a prediction of a shaped model, got {chosen!r}, which drops its shaping"
+        )
 
 
 def check_family(model_type: Any) -> str:
