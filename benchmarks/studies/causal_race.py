@@ -27,7 +27,7 @@ ARMS = ("recover-qk", "preln-qk", "prerms-qk")  # the best three of the masked r
 CONTEXT = 1024
 SHAPE: dict[str, Any] = {"objective": "causal", "positions": "rope", "depth": 12, "heads": 12, "batch": 8}
 TUNING = race.TUNING | SHAPE
-FINAL: dict[str, Any] = SHAPE | {"steps": 10_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 1, "checkpoint_every": 10_000}
+FINAL: dict[str, Any] = SHAPE | {"steps": 10_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 0}
 SEEDS = (1, 2)
 PROMPTS = ("The history of the city begins", "She opened the door and", "The experiment shows that")
 
@@ -130,11 +130,13 @@ def main() -> None:
 
 def _make_runs(track: Track, arms: tuple[str, ...], final: bool) -> None:
     try:
+        found = dict[str, dict[str, Any]]()
         for arm in arms:
-            settings = tune(arm, track.measure)
-            print(f"{arm}: {settings}", flush=True)
-            for seed in SEEDS if final else ():
-                keeps = {"save_model": seed == SEEDS[0]}
+            found[arm] = tune(arm, track.measure)
+            print(f"{arm}: {found[arm]}", flush=True)
+        for seed in SEEDS if final else ():  # seed by seed: if the time is over, the arms have equally many
+            keeps = {"save_model": seed == SEEDS[0]}
+            for arm, settings in found.items():
                 track.measure(f"causal-{arm}-final-{settings['lr']:g}-{seed}", FINAL | settings | {"seed": seed} | keeps)
     except OutOfTime as error:
         print(f"{error}: the same command goes on", flush=True)
