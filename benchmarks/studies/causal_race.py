@@ -122,8 +122,9 @@ def main() -> None:
         print(make_tables(race.read_known(given.out, files=FILES)))
     elif given.what == "sample":
         for arm in given.arms:
-            for run in sorted(given.out.glob(f"causal-{arm}-final-*-{SEEDS[0]}")):
-                write_sample(run)
+            models = sorted(given.out.glob(f"causal-{arm}-final-*/model.safetensors"))
+            for model in models[:1]:
+                write_sample(model.parent)
     else:
         _make_runs(Track(given.data, given.out, given.minutes, FILES), given.arms, final=given.what == "final")
 
@@ -135,9 +136,8 @@ def _make_runs(track: Track, arms: tuple[str, ...], final: bool) -> None:
             found[arm] = tune(arm, track.measure)
             print(f"{arm}: {found[arm]}", flush=True)
         for seed in SEEDS if final else ():  # seed by seed: if the time is over, the arms have equally many
-            keeps = {"save_model": seed == SEEDS[0]}
             for arm, settings in found.items():
-                track.measure(f"causal-{arm}-final-{settings['lr']:g}-{seed}", FINAL | settings | {"seed": seed} | keeps)
+                track.measure(f"causal-{arm}-final-{settings['lr']:g}-{seed}", FINAL | settings | {"seed": seed, "save_model": True})
     except OutOfTime as error:
         print(f"{error}: the same command goes on", flush=True)
 
