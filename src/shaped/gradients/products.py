@@ -129,14 +129,29 @@ def find_basis_by_reflections(X: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def find_root(K: Float[Tensor, "batch m m"]) -> Float[Tensor, "batch m m"]:
-    """C with C Cᵀ = K, for a K of any rank: a loss of few outputs has gradients D of low rank, for which Cholesky's algorithm fails."""
+    """C with C Cᵀ = K, for a K of any rank: a loss of few outputs has gradients D of low rank, for which Cholesky's algorithm may fail."""
     C, info = torch.linalg.cholesky_ex(K)
     failed = info > 0
     if failed.any():
-        length = K[failed].diagonal(dim1=-2, dim2=-1).sqrt()[..., None]
-        inverse = torch.where(length > 0.0, 1.0 / length, 0.0)
-        C[failed] = length * eigen_factor(K[failed] * inverse * inverse.mT)
+        C[failed] = find_root_of_singular(K[failed])
     return C
+
+
+def find_root_of_singular(K: Float[Tensor, "batch m m"]) -> Float[Tensor, "batch m m"]:
+    """Cholesky's factor, with a ridge of the size of the rounding errors.
+
+    Whether the algorithm fails depends on how the processor rounds. This root is near the one that it finds where it does not, so that
+    a seed gives the same networks on every processor. A root by eigenvectors would be another one.
+    """
+    length = K.diagonal(dim1=-2, dim2=-1).sqrt()[..., None]
+    inverse = torch.where(length > 0.0, 1.0 / length, 0.0)
+    K = K * inverse * inverse.mT
+    m = K.shape[-1]
+    ridge = 4 * m * torch.finfo(K.dtype).eps * torch.eye(m, dtype=K.dtype, device=K.device)
+    C, info = torch.linalg.cholesky_ex(K + ridge)
+    if (failed := info > 0).any():
+        C[failed] = eigen_factor(K[failed])
+    return length * C
 
 
 def try_cholesky(K: Matrix) -> tuple[Matrix, Bool[Tensor, "*batch"]]:
