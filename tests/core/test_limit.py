@@ -127,7 +127,7 @@ def statistics(steps: int, samples: int, method: str) -> torch.Tensor:
 
 def draw_changes(steps: int, pairs: int) -> torch.Tensor:
     """What halving the step does to rho² of TRANSFORMER at T = 1/2, path by path; paths past 1000 stop. Both have the same noise, which
-    leaves a sixth of the variance of independent paths. That such pairs have the law of two runs is tested in `test_stepping.py`."""
+    leaves a tenth of the variance of independent paths. That such pairs have the law of two runs is tested in `test_stepping.py`."""
     h = 0.5 / steps
     half = ConeSteps(tuple(term.halved() for term in TRANSFORMER.terms), h / 2)
     process = HalvedSteps(ConeSteps(TRANSFORMER.terms, h), half, engine.Bounds(1e3, None))
