@@ -34,7 +34,7 @@ ONE = torch.ones(1, 1, dtype=torch.float64)
 @pytest.mark.parametrize("method", ["cone", "euler"])
 def test_one_token_is_log_normal(layer, variance, method):
     """log V_T ~ N(log V_0 - s²T/2, s²T). Variance, mean and distribution; a variance 5 % off is rejected."""
-    T, steps = 0.1, 25
+    T, steps = 0.04, 10
     paths = shaped.solve(layer, 2.0 * ONE, T=T, steps=steps, samples=200_000, seed=seed(20), method=method, record="last")
     z = (paths.V[-1, :, 0, 0].log() - math.log(2.0) + variance * T / 2) / math.sqrt(variance * T)
     h = variance * T / steps
