@@ -111,10 +111,10 @@ def test_the_estimate_is_what_halving_the_step_does(monkeypatch, method, steps, 
     how = {"T": 0.75, "record": "last", "upper": 1e4, "method": method}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", shaped.StepWarning)
-        whole = shaped.solve(TRANSFORMER, V0, steps=steps, samples=4 * pairs, seed=seed(76), check=True, **how)
+        whole = shaped.solve(TRANSFORMER, V0, steps=steps, samples=8 * pairs, seed=seed(76), check=True, **how)
     effect = whole.info["step_effect"]
     assert effect.pairs == pairs
-    halved = shaped.solve(TRANSFORMER, V0, steps=2 * steps, samples=2 * pairs, seed=seed(77), **how)
+    halved = shaped.solve(TRANSFORMER, V0, steps=2 * steps, samples=4 * pairs, seed=seed(77), **how)
     coarse, fine = (moments(paths.V[-1], paths.stopped > 0.75) for paths in (whole, halved))
     is_seen = False
     for name in ("rho_mean", "rho_spread", "log_variance_mean", "log_variance_spread"):
