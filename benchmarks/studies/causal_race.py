@@ -3,7 +3,7 @@
     python benchmarks/studies/causal_race.py tune --data data-1024 --out runs/causal --minutes 9
     python benchmarks/studies/causal_race.py final --data data-1024 --out runs/causal --minutes 9
     python benchmarks/studies/causal_race.py sample --out runs/causal
-    python benchmarks/studies/causal_race.py table
+    python benchmarks/studies/causal_race.py table --write
 
 A run that docs/results/causal-race*.json or the folder `--out` has already is not made again. `sample` is for the machine that made the
 finals: models are too large to keep.
@@ -69,7 +69,7 @@ def make_tables(known: dict[str, RunRecord]) -> str:
         long = [run for run in mine.values() if run.settings["steps"] == FINAL["steps"] and (run.result is not None or run.why)]
         if long:
             finals.append(_format_finals(arm, long))
-    heads = ["arm", "test loss by rate", "runs"], ["arm", "rate", "seeds", "test loss", "95 % interval", "bits a byte", "ms a step"]
+    heads = ["arm", "test loss by rate", "runs"], ["arm", "rate", "seeds", "test loss", "95 % interval", "ms a step", "bits a byte"]
     return "\n\n".join(race_tables.format_table(head, rows) for head, rows in zip(heads, (tuning, finals), strict=True))
 
 
@@ -86,8 +86,8 @@ def _format_finals(arm: str, runs: list[RunRecord]) -> list[str]:
         seeds,
         f"{mean:.3f}",
         race_tables.format_interval(losses),
-        f"{statistics.mean(bits):.3f}" if bits else "",
         f"{pace:.2f}",
+        f"{statistics.mean(bits):.3f}" if bits else "",
     ]
 
 
@@ -115,11 +115,15 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data-1024"))
     parser.add_argument("--out", type=Path, default=Path("runs/causal"))
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--write", action="store_true", help="table: into docs/race.md too")
     given = parser.parse_args()
     if unknown := set(given.arms) - set(ARMS):
         parser.error(f"arms must be among {', '.join(ARMS)}, got {', '.join(sorted(unknown))}")
     if given.what == "table":
-        print(make_tables(race.read_known(given.out, files=FILES)))
+        tables = make_tables(race.read_known(given.out, files=FILES))
+        print(tables)
+        if given.write:
+            race_tables.write_tables(race_tables.RESULTS.parent / "race.md", tables)
     elif given.what == "sample":
         for arm in given.arms:
             models = sorted(given.out.glob(f"causal-{arm}-final-*/model.safetensors"))
