@@ -26,7 +26,9 @@ Keys = Float[Tensor, "batch groups m width"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionBranch(Branch):
-    r"""$f(Y) = \gamma\,[A_h (Y W^V_{g(h)} + b^V)]_h W^O + b^O$, where head h has the keys and values of its group g(h) = h // (heads/key_heads).
+    r"""$f(Y) = \gamma\,[A_h (Y W^V_{g(h)} + b^V)]_h W^O + b^O$.
+
+    Head h has the keys and values of its group g(h) = h // (heads/key_heads).
 
     $A = \text{softmax}(\text{scale}\cdot q k^\top + B)$, plus $\gamma_1 I - \gamma_2\,\text{softmax}(B)$ if shaped.
 
@@ -109,7 +111,7 @@ class AttentionBranch(Branch):
             raise ValueError(f"n_k must be left out or be head_width = {self.head_width} for an AttentionBranch, got {n_k}")
 
     def covariance(self, entering: Point, n: int, stream: Stream) -> tuple[Covariance, Entropy]:
-        r"""The covariance is $\sigma_O^2\gamma^2 \sum_h A_h v_g v_g^\top A_h^\top + \sigma_{b}^2 11^\top$, where $v_g$ are a group's values.
+        r"""The covariance is $\sigma_O^2\gamma^2 \sum_h A_h v_g v_g^\top A_h^\top + \sigma_b^2 11^\top$, where $v_g$ are a group's values.
 
         A few samples and groups of heads are drawn at a time, so that they stay in the cache.
         """
