@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from families import FAMILIES, LEVEL, find_worst, make_ids, watch_stream
+from families import FAMILIES, LEVEL, choose_attention, find_worst, make_ids, watch_stream
 from scipy import stats
 from torch import Tensor, nn
 from transformers import (
@@ -80,9 +80,9 @@ def differentiate(config: PreTrainedConfig, ids: Tensor) -> dict[str, Tensor]:
 
 def make_model(config: PreTrainedConfig) -> nn.Module:
     if isinstance(config, ViTConfig):
-        return AutoModelForImageClassification.from_config(config, attn_implementation="eager")
+        return AutoModelForImageClassification.from_config(config, **choose_attention(config))
     masked = config.model_type in MASKED or (isinstance(config, ShapedConfig) and not config.is_decoder)
-    return (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config, attn_implementation="eager")
+    return (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config, **choose_attention(config))
 
 
 def split_block(block: nn.Module, config: PreTrainedConfig) -> dict[str, Tensor]:
