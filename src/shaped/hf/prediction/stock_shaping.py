@@ -17,7 +17,7 @@ from shaped.layers import AttentionBranch, ResidualBlock
 from shaped.layers.branches import Branch
 
 ARGUMENTS = ("tau0", "learn", "gamma1", "gamma2", "gamma")
-"""Of `shaped.hf.shape`; they are also what it leaves in a config, beside `instead_of`."""
+"""Of `shaped.hf.shape`, which leaves them in a config."""
 
 
 def shape_config(config: PreTrainedConfig, shape: Any) -> PreTrainedConfig:
@@ -39,16 +39,16 @@ def read_shaping(config: PreTrainedConfig) -> dict[str, Any] | None:
         raise ValueError(
             f"attn_implementation must be {NAME!r} for a prediction of a model that was shaped, got {chosen!r}, which drops its shaping"
         )
-    given = read_settings("shaped", settings)
+    given = read_settings("shaped", settings, "instead_of")
     missing = [name for name in ARGUMENTS if name not in settings and name != "gamma"]  # configs of earlier versions have no gamma
     if missing:
         raise ValueError(f"shaped must have {missing[0]}, as shaped.hf.shape writes it, got {settings!r}")
     return given
 
 
-def read_settings(name: str, given: Any) -> dict[str, Any]:
-    """Refuses what `shape` does not know: it may be a part of the model that the prediction would leave out."""
-    unknown = [key for key in given if key not in (*ARGUMENTS, "instead_of")] if isinstance(given, Mapping) else [given]
+def read_settings(name: str, given: Any, *more: str) -> dict[str, Any]:
+    """Refuses what `shape` does not know: it may be a part of the model that the prediction would leave out. `more` does not shape."""
+    unknown = [key for key in given if key not in (*ARGUMENTS, *more)] if isinstance(given, Mapping) else [given]
     if unknown:
         raise ValueError(f"{name} must have the arguments of shaped.hf.shape, {', '.join(ARGUMENTS)}, got {unknown[0]!r}")
     return check_settings(**{key: value for key, value in given.items() if key in ARGUMENTS})
