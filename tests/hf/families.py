@@ -366,7 +366,7 @@ def compare(name: str, width: int, depth: int, m: int, models: int, samples: int
     config, ids = FAMILIES[name](width, depth), make_ids(m)
     began = time.perf_counter()
     truth = measure_models(config, ids, models, seed)
-    how = {"tokens": m if name == "vit" else ids, "samples": samples, "seed": seed, "progress": False}
+    how = {"tokens": m if config.model_type == "vit" else ids, "samples": samples, "seed": seed, "progress": False}
     prediction = predict(config, **how)
     scores = score(truth, prediction)
     return {

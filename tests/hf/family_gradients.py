@@ -147,9 +147,9 @@ def compare(name: str, width: int, depth: int, m: int, models: int, samples: int
     config, ids = FAMILIES[name](width, depth), make_ids(m)
     began = time.perf_counter()
     truth = measure_gradients(config, ids, models, seed)
-    how: dict[str, Any] = {"tokens": m if name == "vit" else ids, "samples": samples, "seed": seed, "progress": False}
+    how: dict[str, Any] = {"tokens": m if config.model_type == "vit" else ids, "samples": samples, "seed": seed, "progress": False}
     scores = score(truth, take_logarithms(predict(config, **how).gradients))
-    wrong = None if name == "vit" else find_worst(score(truth, take_logarithms(predict(untie(config), **how).gradients)))
+    wrong = None if config.model_type == "vit" else find_worst(score(truth, take_logarithms(predict(untie(config), **how).gradients)))
     worst = max(scores, key=lambda key: float(scores[key].max()))
     limit, seconds = find_limit(scores, models), time.perf_counter() - began
     return {"worst": worst, "z": find_worst(scores), "limit": limit, "wrongly tied": wrong, "seconds": seconds}
