@@ -209,45 +209,18 @@ def shape_stock(config: PreTrainedConfig, **gains: Any) -> PreTrainedConfig:
     return config
 
 
-@family
-def shaped_stock_gpt2(width: int, depth: int) -> PreTrainedConfig:
-    return shape_stock(gpt2(width, depth), tau0=0.7 * width**-0.5)
+def add_shaped_stock(name: str, temperature: float | None = None) -> None:
+    """The family with shaped attention; `temperature` is tau0 times the root of the width."""
+    make = FAMILIES[name]
+    FAMILIES[f"shaped_stock_{name}"] = lambda width, depth: shape_stock(
+        make(width, depth), tau0=None if temperature is None else temperature * width**-0.5
+    )
 
 
-@family
-def shaped_stock_bert(width: int, depth: int) -> PreTrainedConfig:
-    return shape_stock(bert(width, depth))
-
-
-@family
-def shaped_stock_llama(width: int, depth: int) -> PreTrainedConfig:
-    return shape_stock(llama(width, depth))
-
-
-@family
-def shaped_stock_mistral(width: int, depth: int) -> PreTrainedConfig:
-    """The centring has the sliding window too."""
-    return shape_stock(mistral(width, depth), tau0=1.4 * width**-0.5)
-
-
-@family
-def shaped_stock_qwen3(width: int, depth: int) -> PreTrainedConfig:
-    return shape_stock(qwen3(width, depth))
-
-
-@family
-def shaped_stock_gpt_neox(width: int, depth: int) -> PreTrainedConfig:
-    return shape_stock(gpt_neox(width, depth))
-
-
-@family
-def shaped_stock_modernbert(width: int, depth: int) -> PreTrainedConfig:
-    return shape_stock(modernbert(width, depth), tau0=0.7 * width**-0.5)
-
-
-@family
-def shaped_stock_vit(width: int, depth: int) -> PreTrainedConfig:
-    return shape_stock(vit(width, depth))
+for stock in ("bert", "llama", "qwen3", "gpt_neox", "vit"):
+    add_shaped_stock(stock)
+for stock, temperature in (("gpt2", 0.7), ("mistral", 1.4), ("modernbert", 0.7)):
+    add_shaped_stock(stock, temperature)
 
 
 @family

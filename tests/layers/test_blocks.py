@@ -104,10 +104,9 @@ def test_a_weight_of_attention_that_is_five_percent_off_is_rejected():
     assert isinstance(layer, ResidualBlock)
     assert isinstance(layer.branches, tuple)
     (branch,) = layer.branches
-    for wrong in (
-        replace(layer, branches=(replace(branch, gamma=0.84),)),
-        replace(layer, branches=(replace(branch, gamma=1.0),), gamma=0.8),
-    ):
+    assert isinstance(branch, AttentionBranch)
+    light, outside = replace(branch, gamma=0.84), replace(branch, gamma=1.0)
+    for wrong in (replace(layer, branches=(light,)), replace(layer, branches=(outside,), gamma=0.8)):
         drawn = draw_law(wrong, path_of(wrong), 2 * NETWORKS, 53)
         assert_rejected(lambda drawn=drawn: assert_same_moments(drawn, explicit("shaped, weighed")))
 
