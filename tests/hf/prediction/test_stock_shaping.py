@@ -26,7 +26,8 @@ def make_one_layer(std: float, heads: int) -> PreTrainedConfig:
 
 ONE_LAYER = make_one_layer(0.1, 16)
 SHAPE: dict[str, Any] = {"tau0": 0.1, "gamma1": 0.8, "gamma2": 1.6, "gamma": 0.7}
-MODELS, SAMPLES = 256, 600
+MODELS, SAMPLES = 320, 600
+"""Each error of 5 % is then expected at 8.6 to 11.5 standard errors."""
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,11 @@ def test_a_shape_that_is_five_percent_off_is_rejected(truth, name):
 
 def test_shaped_models_have_the_predicted_gradients():
     """Small branches, or the last norm hides their weight. The other families: tests/hf/family_gradients.py."""
-    config, models = families.shape_stock(make_one_layer(0.006, 2), **SHAPE), 128
+    config, models = families.shape_stock(make_one_layer(0.006, 2), **SHAPE), 96
     truth = family_gradients.measure_gradients(config, IDS, models, seed(43))
 
     def check_gradients(shape: dict[str, Any] | None) -> None:
-        found = family_gradients.take_logarithms(predict(config, IDS, shape=shape, samples=384, seed=seed(44)).gradients)
+        found = family_gradients.take_logarithms(predict(config, IDS, shape=shape, samples=256, seed=seed(44)).gradients)
         scores = family_gradients.score(truth, found)
         assert families.find_worst(scores) < family_gradients.find_limit(scores, models)
 
