@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shaped.commands import app as cli
-from shaped.commands.predict import choose_names, format_measured
+from shaped.commands.predict import choose_names, format_measured, read_shape
 from shaped.hf import Prediction, ShapedConfig, predict
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
@@ -43,6 +43,16 @@ def test_predict_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path,
     assert Prediction.load(out / "ours.npz").info["model_type"] == "shaped"
 
 
+def test_stock_models_are_shaped(monkeypatch, capsys, tmp_path, configs):
+    how = (configs[0], "--tokens", "4", "--samples", "2", "--out", str(tmp_path / "out"), "--json", "--shape")
+    assert run(monkeypatch, *how, "--gamma", "0.5", "--gamma1", "0.9", "--gamma2", "0.8", "--tau0", "0.3") == 0
+    printed = json.loads(capsys.readouterr().out)
+    shape = {"gamma": 0.5, "gamma1": 0.9, "gamma2": 0.8, "tau0": 0.3}
+    assert printed["settings"]["shape"] == shape
+    assert printed["models"]["small"]["rho"]["mean"] == predict(configs[0], 4, samples=2, shape=shape).rho.mean(1).tolist()
+    assert (read_shape(True, gamma=None), read_shape(False, gamma=None)) == ({}, None)  # --shape alone has the gains 1
+
+
 def test_tokens_from_a_file_and_json(monkeypatch, capsys, tmp_path, configs):
     np.save(tmp_path / "ids.npy", np.array([3, 3, 3]))
     assert run(monkeypatch, configs[0], "--tokens", str(tmp_path / "ids.npy"), "--samples", "1", "--out", str(tmp_path), "--json") == 0
@@ -66,6 +76,9 @@ def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, t
         ([configs[0], str(tmp_path / "wrong.json"), "--tokens", "4"], "hidden_act must be one of"),
         ([configs[0], "--tokens", "many"], "tokens must be a number or a .npy file"),
         ([configs[0], "--tokens", "1"], "tokens must be at least 2"),
+        ([configs[0], "--gamma", "0.5"], "gamma must be left out without --shape, got 0.5"),
+        ([configs[0], "--shape", "--gamma", "-1"], "gamma must be positive"),
+        ([*configs, "--shape"], "shape must be None for a ShapedConfig"),
         ([str(tmp_path / "none")], "config must be a folder with a config.json"),
     ):
         assert run(monkeypatch, *arguments, "--out", str(out)) == 2

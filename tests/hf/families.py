@@ -200,6 +200,37 @@ def shaped_vanilla_qk(width: int, depth: int) -> PreTrainedConfig:
     return ours(width, depth, block="vanilla", gamma=0.6, tau0=0.3, qk_norm=True)
 
 
+GAINS: dict[str, Any] = {"tau0": None, "learn": False, "gamma1": 0.9, "gamma2": 0.7, "gamma": 0.8, "instead_of": "sdpa"}
+
+
+def shape_stock(config: PreTrainedConfig, **gains: Any) -> PreTrainedConfig:
+    """As `shaped.hf.shape` leaves it, which saves it with the model."""
+    config._attn_implementation, config.shaped = "shaped", GAINS | gains
+    return config
+
+
+def add_shaped_stock(name: str, temperature: float | None = None) -> None:
+    """The family with shaped attention; `temperature` is tau0 times the root of the width."""
+    make = FAMILIES[name]
+    FAMILIES[f"shaped_stock_{name}"] = lambda width, depth: shape_stock(
+        make(width, depth), tau0=None if temperature is None else temperature * width**-0.5
+    )
+
+
+for stock in ("bert", "llama", "qwen3", "gpt_neox", "vit"):
+    add_shaped_stock(stock)
+for stock, temperature in (("gpt2", 0.7), ("mistral", 1.4), ("modernbert", 0.7)):
+    add_shaped_stock(stock, temperature)
+
+
+@family
+def shaped_stock_by_name(width: int, depth: int) -> PreTrainedConfig:
+    """`attn_implementation="shaped"` alone; Gemma 2 must have no soft cap."""
+    config = gemma2(width, depth)
+    config.attn_logit_softcapping, config._attn_implementation = None, "shaped"
+    return config
+
+
 def make_ids(m: int) -> Tensor:
     """Ids with repeats: a token that occurs twice has the same embedding twice. Padding (1) is not among them."""
     ids = torch.arange(2, m + 2)
@@ -213,10 +244,15 @@ def measure_models(config: PreTrainedConfig, ids: Tensor, models: int, seed: int
     for number in range(models):
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed + number)
-            model = AutoModel.from_config(config, attn_implementation="eager").eval()
+            model = AutoModel.from_config(config, **choose_attention(config)).eval()
             for name, value in measure_model(model, config, ids).items():
                 found[name].append(value)
     return {name: torch.stack(values, 1) for name, values in found.items()}
+
+
+def choose_attention(config: PreTrainedConfig) -> dict[str, Any]:
+    """That of a shaped stock config is the config's own; the others return their matrices."""
+    return {} if config._attn_implementation == "shaped" else {"attn_implementation": "eager"}
 
 
 def measure_model(model: nn.Module, config: PreTrainedConfig, ids: Tensor) -> dict[str, Tensor]:
@@ -226,7 +262,7 @@ def measure_model(model: nn.Module, config: PreTrainedConfig, ids: Tensor) -> di
         inputs = {"input_ids": ids[None]}
     with watch_stream(model, config.num_hidden_layers) as stream, Observation(model) as seen:
         outputs = model(**inputs, output_attentions=True)
-    if config.model_type == "shaped":  # its attention matrices are not softmax matrices
+    if "shaped" in (config.model_type, config._attn_implementation):  # its attention matrices are not softmax matrices
         entropy = torch.tensor([values["entropy"] for values in seen.values.values()])
     else:
         entropy = torch.stack([torch.special.entr(A.double()).sum(-1).mean() for A in outputs.attentions])
@@ -290,6 +326,10 @@ def predict_wrong(name: str, config: PreTrainedConfig, **how: Any) -> dict[str, 
         return {"no residual scaling": unscaled, "tanh": predict(GPT2Config(**change(activation_function="tanh")), **how)}
     if name == "qwen3":
         return {"no QK-norm": predict(LlamaConfig(**change(model_type="llama")), **how)}
+    if name.startswith("shaped_stock"):
+        gains: dict[str, Any] = {key: value for key, value in getattr(config, "shaped", {}).items() if key != "instead_of"}
+        wrong = {"plain attention": {"gamma1": 0.0, "gamma2": 0.0}, "no centring": {"gamma2": 0.0}}
+        return {label: predict(config, shape=gains | other, **how) for label, other in wrong.items()}
     if name == "gemma2":
         return {"no soft cap": predict(Gemma2Config(**change(attn_logit_softcapping=None)), **how)}
     return {}
@@ -299,7 +339,7 @@ def compare(name: str, width: int, depth: int, m: int, models: int, samples: int
     config, ids = FAMILIES[name](width, depth), make_ids(m)
     began = time.perf_counter()
     truth = measure_models(config, ids, models, seed)
-    how = {"tokens": m if name == "vit" else ids, "samples": samples, "seed": seed, "progress": False}
+    how = {"tokens": m if config.model_type == "vit" else ids, "samples": samples, "seed": seed, "progress": False}
     prediction = predict(config, **how)
     scores = score(truth, prediction)
     return {

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from families import FAMILIES, LEVEL, find_worst, make_ids, watch_stream
+from families import FAMILIES, LEVEL, choose_attention, find_worst, make_ids, watch_stream
 from scipy import stats
 from torch import Tensor, nn
 from transformers import (
@@ -80,9 +80,9 @@ def differentiate(config: PreTrainedConfig, ids: Tensor) -> dict[str, Tensor]:
 
 def make_model(config: PreTrainedConfig) -> nn.Module:
     if isinstance(config, ViTConfig):
-        return AutoModelForImageClassification.from_config(config, attn_implementation="eager")
+        return AutoModelForImageClassification.from_config(config, **choose_attention(config))
     masked = config.model_type in MASKED or (isinstance(config, ShapedConfig) and not config.is_decoder)
-    return (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config, attn_implementation="eager")
+    return (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config, **choose_attention(config))
 
 
 def split_block(block: nn.Module, config: PreTrainedConfig) -> dict[str, Tensor]:
@@ -147,9 +147,9 @@ def compare(name: str, width: int, depth: int, m: int, models: int, samples: int
     config, ids = FAMILIES[name](width, depth), make_ids(m)
     began = time.perf_counter()
     truth = measure_gradients(config, ids, models, seed)
-    how: dict[str, Any] = {"tokens": m if name == "vit" else ids, "samples": samples, "seed": seed, "progress": False}
+    how: dict[str, Any] = {"tokens": m if config.model_type == "vit" else ids, "samples": samples, "seed": seed, "progress": False}
     scores = score(truth, take_logarithms(predict(config, **how).gradients))
-    wrong = None if name == "vit" else find_worst(score(truth, take_logarithms(predict(untie(config), **how).gradients)))
+    wrong = None if config.model_type == "vit" else find_worst(score(truth, take_logarithms(predict(untie(config), **how).gradients)))
     worst = max(scores, key=lambda key: float(scores[key].max()))
     limit, seconds = find_limit(scores, models), time.perf_counter() - began
     return {"worst": worst, "z": find_worst(scores), "limit": limit, "wrongly tied": wrong, "seconds": seconds}

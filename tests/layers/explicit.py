@@ -58,6 +58,9 @@ BLOCKS: dict[str, shaped.Layer] = {
     "QK-norm of a head": ResidualBlock(attention(qk_norm=Norm("rms", eps=5.0, gain=1.5), rope=10.0), norm=RMS, lam=0.3),
     "QK-norm of all heads": ResidualBlock(attention(key_heads=2, qk_norm=LN, qk_norm_over="all", scale=1.0), lam=0.3),
     "shaped": ResidualBlock(attention(key_heads=2, mask=ALIBI, gamma1=0.9, gamma2=0.7), lam=0.3),
+    "shaped, weighed": ResidualBlock(
+        attention(weights=UNBIASED | {"output": Weights(0.3, 0.4)}, mask="causal", gamma1=0.9, gamma2=0.7, gamma=0.8), lam=0.3
+    ),
     "SwiGLU, norm and post": ResidualBlock(
         feedforward(activation="silu", gated=True), norm=RMS, post=Norm("rms", eps=3.0, gain=1.5), lam=0.5
     ),

@@ -44,13 +44,13 @@ def test_one_step_has_the_law_of_explicit_weights(name):
 
 
 def change(name: str, **options: Any) -> shaped.Layer:
-    """The block with other options: of its branch where the branch has them, else its own."""
+    """The block with other options: its own where it has them, else those of its first branch."""
     layer = BLOCKS[name]
     assert isinstance(layer, ResidualBlock)
     assert isinstance(layer.branches, tuple)
     branch = layer.branches[0]
-    inside: dict[str, Any] = {key: value for key, value in options.items() if hasattr(branch, key)}
-    outside: dict[str, Any] = {key: value for key, value in options.items() if key not in inside}
+    outside: dict[str, Any] = {key: value for key, value in options.items() if hasattr(layer, key)}
+    inside: dict[str, Any] = {key: value for key, value in options.items() if key not in outside}
     return replace(layer, branches=(replace(branch, **inside), *layer.branches[1:]), **outside)  # pyright: ignore[reportArgumentType]
 
 
@@ -96,6 +96,19 @@ def test_a_law_that_is_five_percent_off_is_rejected(name, options):
     wrong = change(name, **options)
     drawn = draw_law(wrong, path_of(wrong), MORE.get(name, 2 * NETWORKS), 53)
     assert_rejected(lambda: assert_same_moments(drawn, explicit(name)))
+
+
+def test_a_weight_of_attention_that_is_five_percent_off_is_rejected():
+    """Before the output's bias, unlike the weight of the block."""
+    layer = BLOCKS["shaped, weighed"]
+    assert isinstance(layer, ResidualBlock)
+    assert isinstance(layer.branches, tuple)
+    (branch,) = layer.branches
+    assert isinstance(branch, AttentionBranch)
+    light, outside = replace(branch, gamma=0.84), replace(branch, gamma=1.0)
+    for wrong in (replace(layer, branches=(light,)), replace(layer, branches=(outside,), gamma=0.8)):
+        drawn = draw_law(wrong, path_of(wrong), 2 * NETWORKS, 53)
+        assert_rejected(lambda drawn=drawn: assert_same_moments(drawn, explicit("shaped, weighed")))
 
 
 def test_a_deep_network_has_the_law_of_explicit_weights():

@@ -14,7 +14,7 @@ import typer
 
 import shaped
 from shaped.commands import options
-from shaped.commands.options import PLACE, SOLVER, WORK
+from shaped.commands.options import ATTENTION, PLACE, SOLVER, WORK
 from shaped.commands.results import check_folder, show_results, write_results
 from shaped.files import read_array
 
@@ -43,6 +43,23 @@ def predict(
     ] = "64",
     samples: Annotated[int, typer.Option(help="Number of models.", rich_help_panel=SOLVER)] = 64,
     seed: options.Seed = 0,
+    shape: Annotated[
+        bool,
+        typer.Option("--shape", help="Stock models with shaped attention, as shaped.hf.shape leaves them.", rich_help_panel=ATTENTION),
+    ] = False,
+    gamma: Annotated[
+        float | None, typer.Option(help="With --shape: weight of the attention branch, by default 1.", rich_help_panel=ATTENTION)
+    ] = None,
+    gamma1: Annotated[
+        float | None, typer.Option(help="With --shape: gain of the identity, by default 1.", rich_help_panel=ATTENTION)
+    ] = None,
+    gamma2: Annotated[
+        float | None, typer.Option(help="With --shape: gain of the centring, by default 1.", rich_help_panel=ATTENTION)
+    ] = None,
+    tau0: Annotated[
+        float | None,
+        typer.Option(help="With --shape: temperature; by default the model's own scaling alone.", rich_help_panel=ATTENTION),
+    ] = None,
     device: options.Device = "cpu",
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Also the norms of the gradients for random labels; takes longer.", rich_help_panel=SOLVER)
@@ -63,8 +80,8 @@ def predict(
     from shaped.hf.prediction.simulation import predict as run
     from shaped.hf.prediction.simulation import prepare
 
-    given = read_start(tokens)
-    read = [read_config(path) for path in configs]
+    given, shaping = read_start(tokens), read_shape(shape, gamma=gamma, gamma1=gamma1, gamma2=gamma2, tau0=tau0)
+    read = [read_config(path, shaping) for path in configs]
     for config in read:
         prepare(config, given)  # refuses a config before the work on others
     check_folder(out)
@@ -76,7 +93,7 @@ def predict(
     predictions = dict(zip(choose_names(prediction.info["name"] for prediction in found), found, strict=True))
     summary = {
         "version": shaped.__version__,
-        "settings": {"tokens": tokens, "samples": samples, "seed": seed, "device": device, "gradients": gradients},
+        "settings": {"tokens": tokens, "samples": samples, "seed": seed, "shape": shaping, "device": device, "gradients": gradients},
         "models": {name: summarise(prediction, gradients) for name, prediction in predictions.items()},
         "seconds": time.perf_counter() - began,
     }
@@ -95,6 +112,15 @@ def read_start(tokens: str) -> Any:
     if not tokens.endswith(".npy"):
         raise ValueError(f"tokens must be a number or a .npy file, got {tokens!r}")
     return read_array(Path(tokens), "tokens", LARGEST_START)
+
+
+def read_shape(shape: bool, **gains: float | None) -> dict[str, float] | None:
+    """The arguments of `shaped.hf.shape` that were given; None without --shape, where a gain would change nothing."""
+    given = {name: value for name, value in gains.items() if value is not None}
+    if given and not shape:
+        name, value = next(iter(given.items()))
+        raise ValueError(f"{name} must be left out without --shape, got {value:g}")
+    return given if shape else None
 
 
 def choose_names(names: Iterable[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -44,14 +44,8 @@ def shape(
     if isinstance(model.config, ShapedConfig):
         raise ValueError(f"model must be a stock model, got {type(model).__name__}, which has its shape from its ShapedConfig")
     before = getattr(model.config, "shaped", None)
-    settings = {
-        "tau0": None if tau0 is None else positive("tau0", tau0, SINGLE),
-        "learn": bool(learn),
-        "gamma1": finite("gamma1", gamma1, SINGLE),
-        "gamma2": finite("gamma2", gamma2, SINGLE),
-        "gamma": positive("gamma", gamma, SINGLE),
-        "instead_of": before["instead_of"] if before else choose_plain_attention(model),
-    }
+    settings = check_settings(tau0=tau0, learn=learn, gamma1=gamma1, gamma2=gamma2, gamma=gamma)
+    settings |= {"instead_of": before["instead_of"] if before else choose_plain_attention(model)}
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model must have its weights in memory before it is shaped, got parameters on the meta device")
     refuse_if_ignored(model)
@@ -62,6 +56,24 @@ def shape(
     model.set_attn_implementation(NAME)
     install_gains(model)
     return model
+
+
+def check_settings(
+    tau0: float | None = None, learn: bool = False, gamma1: float = 1.0, gamma2: float = 1.0, gamma: float = 1.0
+) -> dict[str, Any]:
+    """The arguments of `shape`, checked, as a config keeps them. The defaults are what `attn_implementation="shaped"` alone does."""
+    return {
+        "tau0": None if tau0 is None else positive("tau0", tau0, SINGLE),
+        "learn": bool(learn),
+        "gamma1": finite("gamma1", gamma1, SINGLE),
+        "gamma2": finite("gamma2", gamma2, SINGLE),
+        "gamma": positive("gamma", gamma, SINGLE),
+    }
+
+
+def find_temperature(tau0: float | None, n: int) -> float:
+    r"""What the logits are multiplied by, beside the model's own scaling: $1/(\tau_0\sqrt{n})$ (Eq. shaped-attention), 1 for None."""
+    return 1.0 if tau0 is None else 1.0 / (tau0 * math.sqrt(n))
 
 
 def vanilla(model: Model) -> Model:
@@ -100,8 +112,7 @@ def install_gains(model: PreTrainedModel) -> None:
             shaping = AttentionShaping(settings["gamma1"], settings["gamma2"], settings["learn"])
             like = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
             module.add_module("shaping", shaping if like is None else shaping.to(device=like.device, dtype=like.dtype))
-        factor = 1.0 if settings["tau0"] is None else settings["tau0"] * math.sqrt(find_width(module, model))
-        module.__dict__["shaped_temperature"] = 1.0 / factor
+        module.__dict__["shaped_temperature"] = find_temperature(settings["tau0"], find_width(module, model))
         module.__dict__["shaped_branch"] = settings.get("gamma", 1.0)  # configs of earlier versions have none
 
 

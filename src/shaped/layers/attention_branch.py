@@ -26,7 +26,9 @@ Keys = Float[Tensor, "batch groups m width"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionBranch(Branch):
-    r"""$f(Y) = [A_h (Y W^V_{g(h)} + b^V)]_h W^O + b^O$, where head h has the keys and values of its group g(h) = h // (heads/key_heads).
+    r"""$f(Y) = \gamma\,[A_h (Y W^V_{g(h)} + b^V)]_h W^O + b^O$.
+
+    Head h has the keys and values of its group g(h) = h // (heads/key_heads).
 
     $A = \text{softmax}(\text{scale}\cdot q k^\top + B)$, plus $\gamma_1 I - \gamma_2\,\text{softmax}(B)$ if shaped.
 
@@ -43,6 +45,7 @@ class AttentionBranch(Branch):
         rope: a base, or the frequencies, one for each pair of features. Fewer than head_width/2 frequencies leave the other
             features as they are, as GPT-NeoX does: `rope=rope_frequencies(head_width // 4)`.
         gamma1, gamma2: the shaping; 0 is plain attention.
+        gamma: factor of what the heads return, before the output weights (Eq. shaped_transformer).
     """
 
     heads: int
@@ -61,6 +64,7 @@ class AttentionBranch(Branch):
     rope: Rope = None
     gamma1: float = 0.0
     gamma2: float = 0.0
+    gamma: float = 1.0
 
     def __post_init__(self) -> None:
         heads, width = whole_number("heads", self.heads), whole_number("head_width", self.head_width)
@@ -84,7 +88,7 @@ class AttentionBranch(Branch):
             raise ValueError(f"qk_norm_over must be left out without qk_norm, got {self.qk_norm_over!r}")
         object.__setattr__(self, "rope", check_rope(self.rope))
         check_rope_width(self.rope, width, name="head_width", partly=True)
-        for name in ("gamma1", "gamma2"):
+        for name in ("gamma1", "gamma2", "gamma"):
             in_range(name, getattr(self, name), -1e18, 1e18)
 
     def __repr__(self) -> str:
@@ -107,7 +111,7 @@ class AttentionBranch(Branch):
             raise ValueError(f"n_k must be left out or be head_width = {self.head_width} for an AttentionBranch, got {n_k}")
 
     def covariance(self, entering: Point, n: int, stream: Stream) -> tuple[Covariance, Entropy]:
-        r"""The covariance is $\sigma_O^2 \sum_h A_h v_g v_g^\top A_h^\top + \sigma_{b}^2 11^\top$, where $v_g$ are the values of a group.
+        r"""The covariance is $\sigma_O^2\gamma^2 \sum_h A_h v_g v_g^\top A_h^\top + \sigma_b^2 11^\top$, where $v_g$ are a group's values.
 
         A few samples and groups of heads are drawn at a time, so that they stay in the cache.
         """
@@ -129,7 +133,7 @@ class AttentionBranch(Branch):
                     mixed = (A.flatten(2, 3) @ v).unflatten(2, (m, -1)).flatten(3)
                     total[part] += (mixed @ mixed.mT).sum(1)
                     entropy[part] += spread
-        return self.output.covariance(total), entropy / (self.heads * m)
+        return self.output.covariance(total.mul_(self.gamma**2)), entropy / (self.heads * m)
 
     def split(self, m: int, device: torch.device) -> tuple[int, int, int]:
         """How many samples, groups of heads, and heads of a group are drawn at once, so that their queries and logits stay in the cache."""
@@ -214,6 +218,7 @@ class AttentionBranch(Branch):
             qk_norm_over=self.qk_norm_over,
             rope=None if self.rope is None else self.frequencies,
             gammas=(self.gamma1, self.gamma2),
+            gamma=self.gamma,
             **draw,
         )
 

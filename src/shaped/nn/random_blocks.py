@@ -76,11 +76,12 @@ class RandomSelfAttention(nn.Module):
         qk_norm_over: str,
         rope: Sequence[float] | None,
         gammas: tuple[float, float],
+        gamma: float,
         **draw: Any,
     ):
         super().__init__()
         self.heads, self.key_heads, self.width, self.scale, self.mask, self.window = heads, key_heads, width, scale, mask, window
-        self.softcap, self.rope, self.gammas, self.over = softcap, rope, gammas, qk_norm_over
+        self.softcap, self.rope, self.gammas, self.gamma, self.over = softcap, rope, gammas, gamma, qk_norm_over
         self.query = RandomLinear(n, heads * width, query, **draw)
         self.key, self.value = RandomLinear(n, key_heads * width, key, **draw), RandomLinear(n, key_heads * width, value, **draw)
         self.output = RandomLinear(heads * width, n, output, **draw)
@@ -94,7 +95,7 @@ class RandomSelfAttention(nn.Module):
         mixed = []
         for head, logits in enumerate(self.logits(x)):
             mixed.append(attention_matrix(logits, self.bias(head, x), *self.gammas) @ values[self.group(head)])
-        return self.output(torch.cat(mixed, -1))
+        return self.output(self.gamma * torch.cat(mixed, -1))
 
     def logits(self, x: X) -> list[Tensor]:
         """Of each head, before the bias."""

@@ -14,6 +14,7 @@ from shaped.hf.attention import NAME
 from shaped.hf.prediction import decoders, encoders
 from shaped.hf.prediction.parts import Network
 from shaped.hf.prediction.shaped_models import describe_shaped
+from shaped.hf.prediction.stock_shaping import read_shaping, shape_config, shape_network
 
 FAMILIES: dict[str, Callable[[Any, int], Network]] = {
     "bert": encoders.describe_bert,
@@ -36,21 +37,20 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def describe_network(config: PreTrainedConfig, m: int) -> Network:
-    """The network of a config with m tokens."""
-    check_attention(config)
-    return FAMILIES[check_family(config.model_type)](config, m)
+    """The network of a config with m tokens, with the attention that the config chooses."""
+    describe = FAMILIES[check_family(config.model_type)]
+    if config.model_type == NAME:
+        check_attention(config)
+        return describe(config, m)
+    settings = read_shaping(config)
+    network = describe(config, m)
+    return network if settings is None else shape_network(network, settings)
 
 
 def check_attention(config: PreTrainedConfig) -> None:
-    """Refuses a model whose attention is not that of its family: the prediction would be of another model."""
+    """Refuses a model of this package that drops its shaping: the prediction would be of another model."""
     chosen = config._attn_implementation
-    is_shaped = chosen == NAME or bool(getattr(config, "shaped", None))
-    if config.model_type != NAME and is_shaped:
-        raise ValueError(
-            f"attn_implementation must be the family's own for a prediction of {config.model_type}, got {NAME!r}: of shaped models only "
-            "those of a ShapedConfig can be predicted; `shaped.diagnose` measures any"
-        )
-    if config.model_type == NAME and getattr(config, "block", "") == "shaped" and chosen not in (None, NAME, "eager"):
+    if getattr(config, "block", "") == "shaped" and chosen not in (None, NAME, "eager"):
         raise ValueError(
             f"attn_implementation must be {NAME!r} for a prediction of a shaped model, got {chosen!r}, which drops its shaping"
         )
@@ -62,8 +62,13 @@ def check_family(model_type: Any) -> str:
     return model_type
 
 
-def read_config(config: Any) -> PreTrainedConfig:
-    """The config itself, or the one in a file or in a folder. Nothing is fetched from a network, and no code of a folder is run."""
+def read_config(config: Any, shape: Any = None) -> PreTrainedConfig:
+    """The config itself, or the one in a file or in a folder. Nothing is fetched from a network, and no code of a folder is run.
+
+    With `shape` it is a copy, as `shaped.hf.shape(model, **shape)` would leave it.
+    """
+    if shape is not None:
+        return shape_config(read_config(config), shape)
     if isinstance(config, PreTrainedConfig):
         return config
     if not isinstance(config, str | Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,13 @@ from transformers import PreTrainedConfig
 
 from shaped.checks import as_tensor, check_device, whole_number
 from shaped.covariance import Point, check_covariance, correlation, effective_rank, gram
+from shaped.hf.configuration import ShapedConfig
 from shaped.hf.prediction.embeddings import GivenStart, Start
 from shaped.hf.prediction.families import describe_network, read_config
 from shaped.hf.prediction.gradients import GradientSimulation
 from shaped.hf.prediction.parts import Network
 from shaped.hf.prediction.result import Prediction
+from shaped.hf.prediction.stock_shaping import read_shaping
 from shaped.hf.prediction.threads import Report, run_blocks
 from shaped.layers import Normalise, Sizes
 from shaped.process import count_cores
@@ -35,6 +38,7 @@ def predict(
     *,
     samples: int = 64,
     seed: int = 0,
+    shape: Mapping[str, Any] | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     threads: int | None = None,
@@ -50,11 +54,13 @@ def predict(
             X Xᵀ/n, [m, m], with which the residual stream starts. ViT's tokens are the class token and patches of white noise.
         samples: number of models.
         seed: the same seed gives the same numbers, whatever the number of threads.
+        shape: None: the attention is the one that the config chooses. Or the arguments of `shaped.hf.shape`, such as `{"gamma": 0.5}`: a
+            stock model as that function leaves it. `{}` has its defaults, as `attn_implementation="shaped"` has.
         device, dtype: where and in which precision the models are simulated; float32 is that of the models.
         threads: on the CPU, by default one for each core.
         progress: a progress bar after a second (None), at once (True) or never.
     """
-    read = read_config(config)
+    read = read_config(config, shape)
     samples, seed = whole_number("samples", samples), whole_number("seed", seed, least=0, most=math.inf)
     where = check_device(device)
     if dtype not in (torch.float32, torch.float64):
@@ -66,6 +72,7 @@ def predict(
     info = {
         "name": name_model(read),
         "model_type": read.model_type,
+        "shape": None if isinstance(read, ShapedConfig) else read_shaping(read),
         "width": network.width,
         "depth": len(network.blocks),
         "tokens": m,
