@@ -78,6 +78,10 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
             output = call_model(model, batch)
         stacks = find_stacks(model, recorder)  # before the backward pass, which a model without attention need not wait for
         value, kind = choose_loss(output, batch, loss)
+        if loss is not None and not value.requires_grad and any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                f"loss must depend on the model's output, without detach, item or argmax, got {float(value):g} without a gradient"
+            )
         with torch.autograd.set_multithreading_enabled(False), change or nullcontext():  # checkpointed parts run again, with the change
             gradients = differentiate(model, value)
     observed = make_stacks(stacks, gradients)

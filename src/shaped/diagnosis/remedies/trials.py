@@ -26,6 +26,7 @@ QUANTITIES = {
     "entropy collapse": "smallest share of the uniform entropy",
     "uniform attention": "largest share of the uniform entropy",
     "bounded attention": "largest share that one key can get",
+    "no gradients": "largest gradient",
     "vanishing gradients": "largest over smallest gradient",
     "exploding gradients": "largest over smallest gradient",
     "growing residual stream": "growth of the stream",
