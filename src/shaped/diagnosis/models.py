@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shaped.files import read_json, read_text
+from shaped.process import suggest_install
 
 TOKENS, SEQUENCES = 128, 2
 
@@ -105,7 +106,7 @@ def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path, list[str]]:
             f"model must be a folder with a config.json, such a file, or package.module:function, got {place!r}, which is none of them"
         ) from None
     if not find_spec("transformers"):
-        raise ValueError("diagnose needs transformers for a config.json (pip install 'shaped-transformer[hf]')")
+        raise ValueError(f"diagnose needs transformers for a config.json ({suggest_install('hf')})")
     from transformers import AutoConfig
 
     from shaped.hf.quiet import silence_transformers  # shaped.hf also tells transformers what a model of type shaped is

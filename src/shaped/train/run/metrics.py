@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shaped.files import check_entries, parse_json, read_text, write_atomically
+from shaped.process import suggest_install
 
 LINES: dict[str, dict[str, Any]] = {
     "train": {"loss": float, "count": int},
@@ -122,6 +123,6 @@ def _open_writer(folder: Path, step: int, log: Callable[[str], object]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        log("no TensorBoard files: tensorboard is not installed (pip install 'shaped-transformer[train]')")
+        log(f"no TensorBoard files: tensorboard is not installed ({suggest_install('train')})")
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)
