@@ -146,6 +146,36 @@ def check_entries(name: str, value: Any, /, **kinds: Any) -> dict[str, Any]:
     return value
 
 
+def read_json_lines(path: Path, parse: Callable[[str], dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The lines that `parse` accepts, and what its ValueError says of the others, by line number. No file has no lines."""
+    try:
+        content = read_text(path, errors="replace")
+    except FileNotFoundError:
+        return [], {}
+    lines, wrong = [], {}
+    for number, text in enumerate(content.removesuffix("\n").split("\n") if content else (), 1):
+        try:
+            lines.append(parse(text))
+        except ValueError as error:
+            wrong[number] = str(error)
+    return lines, wrong
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects, a line each, with a whole number "step", up to the first that is none: a killed run may have cut off the last."""
+    lines, wrong = read_json_lines(path, lambda text: check_entries("it", parse_json("it", text), step=int))
+    return lines[: min(wrong) - 1] if wrong else lines
+
+
+def replace_non_finite(value: Any) -> Any:
+    """None for numbers that are not finite, which JSON does not have; also inside of objects and lists."""
+    if isinstance(value, dict):
+        return {key: replace_non_finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_non_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, lambda file: file.write((json.dumps(value, indent=1, allow_nan=False) + "\n").encode()))
 

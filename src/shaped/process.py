@@ -1,4 +1,4 @@
-"""This process: which command it is, Ctrl-C while it loads, its processors, and where the package came from. Without torch.
+"""This process: which command it is, Ctrl-C while it loads, its processors, how to install an extra, an error in one line. Without torch.
 
 Programs that import the library keep their signal handlers.
 """
@@ -39,6 +39,11 @@ def suggest_install(extra: str) -> str:
     if path is None or not path.exists():
         return f"pip install '.[{extra}]' in a checkout of shaped"
     return f"pip install {'-e ' if source.get('dir_info', {}).get('editable') else ''}'{path}[{extra}]'"
+
+
+def quote_error(error: Exception, most: int | None = 200) -> str:
+    """What it says, in one line of at most `most` characters."""
+    return " ".join(str(error).split())[:most]
 
 
 def is_command() -> bool:

@@ -19,6 +19,7 @@ from shaped.diagnosis.one_pass.losses import Loss, choose_loss
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
 from shaped.diagnosis.one_pass.stack import Part, choose_layers
 from shaped.diagnosis.one_pass.unchanged import keep_unchanged
+from shaped.process import quote_error
 
 SEEN_GRAD = expose_to_modes(torch.autograd.grad)
 
@@ -98,7 +99,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise
-        said = " ".join(str(error).split())[:200]
+        said = quote_error(error)
         raise ValueError(f"batch must be what {type(model).__name__} takes, got {describe_batch(batch)}: {said}") from error
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shaped.explore.fields import FIELDS, parse_question
 from shaped.files import check_entries, parse_json
-from shaped.process import suggest_install
+from shaped.process import quote_error, suggest_install
 
 NAME = "config"
 PROBE = 4
@@ -19,7 +19,7 @@ def read_values(text: str) -> dict[str, Any]:
     try:
         return read_sizes_of(text)
     except (ValueError, ArithmeticError) as error:
-        return {"error": " ".join(str(error).split())}
+        return {"error": quote_error(error, None)}
 
 
 def check_lengths(entries: dict[str, Any]) -> None:
