@@ -78,8 +78,9 @@ def check_slope(name: str, value: Any) -> float:
 
 
 def _to_float(name: str, value: Any) -> float:
+    """The value as a float. Booleans are not numbers here: True for `upper` would stop every path at 1."""
     try:
-        if isinstance(value, str | bytes):
+        if isinstance(value, str | bytes | bool | np.bool_) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):

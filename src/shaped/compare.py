@@ -107,8 +107,9 @@ def compare(
     Args:
         statistics: names ("rho", "V", "variance", "logdet", "eigmax"), or functions by name, from V, [sample, m, m], to one number or
             [sample, number]. By default all but the variance.
-        pair: the pair of tokens for "rho" and "V"; "variance" takes the first of them. None: all pairs together, a larger sample where
-            the tokens are exchangeable. Numbers of one path depend on each other, so errors and bands resample whole paths.
+        pair: the pair of tokens for "rho" and "V"; "variance" takes the first of them. A token twice is its variance for "V", and refused
+            for "rho". None: all pairs together, a larger sample where the tokens are exchangeable. Numbers of one path depend on each
+            other, so errors and bands resample whole paths.
         at: index of the recorded time; the last by default.
         resamples: number of permutations, and of bootstrap samples.
         seed: seed of the resampling.
@@ -130,6 +131,8 @@ def compare(
     if abs(times[0] - times[1]) > 0.05 * max(times):
         raise ValueError(f"at must be the same time in both trajectories, got t = {times[0]:.4g} and {times[1]:.4g}")
     selected = select_statistics(statistics, pair if m > 1 else None, m)
+    if pair is not None and m > 1 and pair[0] % m == pair[1] % m and "rho" in selected and not isinstance(statistics, Mapping):
+        raise ValueError(f"pair must name two different tokens for 'rho', a token's correlation with itself is 1, got {pair!r}")
     # Paths that have not stopped by that time. Leaving out paths that stop later would look into the future.
     running = [path.V[at][(path.stopped > time).to(path.V.device)] for path, time in zip((one, other), times, strict=True)]
     if min(map(len, running)) < 2:

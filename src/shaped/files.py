@@ -7,11 +7,11 @@ import io
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,17 +24,24 @@ SEAL = "seal"  # the entry of a JSON object that holds the hash of the other ent
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Calls `write` with a temporary file and renames it to `path` when it is complete. An interrupted run leaves no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = _create_beside(path)
     try:
         with os.fdopen(handle, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        set_usual_mode(Path(name))  # mkstemp makes files that only their owner can read
-        os.replace(name, path)
+        os.replace(temporary, path)
     except BaseException:
-        os.unlink(name)
+        temporary.unlink()
         raise
+
+
+def _create_beside(path: Path) -> tuple[int, Path]:
+    """A new empty file in the same folder, open for writing. Unlike those of mkstemp it has the usual mode: others can read it."""
+    while True:
+        name = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with suppress(FileExistsError):
+            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), name
 
 
 def make_folder(path: Path, name: str = "out") -> None:
@@ -54,10 +61,15 @@ def remove(path: Path) -> None:
 
 
 def set_usual_mode(path: Path) -> None:
-    """Gives a file the mode of a newly created file: 0o666 without the umask."""
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)
+    """Gives a file the mode of a newly created file: 0o666 without the umask.
+
+    One is created to see its mode: `os.umask` tells the umask only by setting it, for every thread.
+    """
+    handle, other = _create_beside(path)
+    mode = os.fstat(handle).st_mode
+    os.close(handle)
+    other.unlink()
+    path.chmod(stat.S_IMODE(mode))
 
 
 @contextmanager
@@ -132,6 +144,36 @@ def check_entries(name: str, value: Any, /, **kinds: Any) -> dict[str, Any]:
         if not isinstance(found, wanted) or (isinstance(found, bool) and kind is not bool):
             raise ValueError(f"{name} must have {key} ({getattr(kind, '__name__', kind)}), got {found!r:.60}")
     return value
+
+
+def read_json_lines(path: Path, parse: Callable[[str], dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The lines that `parse` accepts, and what its ValueError says of the others, by line number. No file has no lines."""
+    try:
+        content = read_text(path, errors="replace")
+    except FileNotFoundError:
+        return [], {}
+    lines, wrong = [], {}
+    for number, text in enumerate(content.removesuffix("\n").split("\n") if content else (), 1):
+        try:
+            lines.append(parse(text))
+        except ValueError as error:
+            wrong[number] = str(error)
+    return lines, wrong
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects, a line each, with a whole number "step", up to the first that is none: a killed run may have cut off the last."""
+    lines, wrong = read_json_lines(path, lambda text: check_entries("it", parse_json("it", text), step=int))
+    return lines[: min(wrong) - 1] if wrong else lines
+
+
+def replace_non_finite(value: Any) -> Any:
+    """None for numbers that are not finite, which JSON does not have; also inside of objects and lists."""
+    if isinstance(value, dict):
+        return {key: replace_non_finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_non_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

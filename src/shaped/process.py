@@ -1,10 +1,11 @@
-"""This process: which command it is, Ctrl-C while it loads, which takes seconds, and how many processors it may use. Without torch.
+"""This process: which command it is, Ctrl-C while it loads, its processors, how to install an extra, an error in one line. Without torch.
 
 Programs that import the library keep their signal handlers.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -20,6 +21,29 @@ MESSAGE = "shaped: interrupted; no file is half-written"
 def count_cores() -> int:
     """Those of a container or of `taskset`, where the system tells; macOS does not."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def suggest_install(extra: str) -> str:
+    """The command that adds an extra, from where pip installed the package: it is on no registry, so its name alone is not enough."""
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        source = json.loads(distribution("shaped-transformer").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        source = {}
+    url = source.get("url", "")
+    if "vcs_info" in source:
+        return f"pip install 'shaped-transformer[{extra}] @ {source['vcs_info'].get('vcs', 'git')}+{url}'"
+    path = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+    if path is None or not path.exists():
+        return f"pip install '.[{extra}]' in a checkout of shaped"
+    return f"pip install {'-e ' if source.get('dir_info', {}).get('editable') else ''}'{path}[{extra}]'"
+
+
+def quote_error(error: Exception, most: int | None = 200) -> str:
+    """What it says, in one line of at most `most` characters."""
+    return " ".join(str(error).split())[:most]
 
 
 def is_command() -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shaped.checks import whole_number
+from shaped.process import suggest_install
 
 
 class LocalWorkers(Executor):
@@ -112,7 +113,7 @@ def dask_executor(address: str, timeout: float = 5.0) -> Iterator[Executor]:
     try:
         from distributed import Client
     except ImportError:
-        raise ValueError("scheduler needs Dask: pip install 'shaped-transformer[cluster]'") from None
+        raise ValueError(f"scheduler needs Dask: {suggest_install('cluster')}") from None
     refused = f"scheduler must be the address of a running Dask scheduler, such as tcp://127.0.0.1:8786, got {address!r}"
     if not re.fullmatch(r"(\w+://)?[^:/\s]+:\d+", address):  # Client's own complaints about an address are long
         raise ValueError(refused)

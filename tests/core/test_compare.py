@@ -84,6 +84,8 @@ def test_compare_reads_statistics_by_name_and_by_function():
     assert own.wasserstein["trace"].value == pytest.approx(2.0)
     pooled = shaped.compare(trajectory(V), trajectory(2 * V), statistics=("variance",), pair=None)
     assert pooled.wasserstein["variance"].value == pytest.approx(1.0)
+    of_one = shaped.compare(trajectory(V), trajectory(2 * V), statistics=("V",), pair=(0, 0))
+    assert of_one.wasserstein["V"].value == pytest.approx(1.0)
 
 
 def test_one_token_and_too_few_paths():
@@ -134,6 +136,8 @@ def test_what_cannot_be_compared_is_named():
         (lambda: shaped.compare(one, one, statistics={"turned": lambda V: 1j * V[:, 0, 0]}), ["statistics must", "complex", "turned"]),
         (lambda: shaped.compare(one, one, statistics={"odd": lambda V: V[:, 0, 0] * math.nan}), ["statistics", "odd"]),
         (lambda: shaped.compare(trajectory(V[:, :1, :1]), trajectory(V[:, :1, :1]), statistics="rho"), ["statistics", "rho"]),
+        (lambda: shaped.compare(one, one, pair=(1, 1)), ["pair must", "different", "rho", "(1, 1)"]),
+        (lambda: shaped.compare(one, one, statistics="rho", pair=(1, -1)), ["pair must", "different", "(1, -1)"]),
         (lambda: shaped.compare(one, one, pair=(0, 1, 1)), ["pair"]),  # pyright: ignore[reportArgumentType] (wrong on purpose)
     ):
         with refused(*words):

@@ -11,6 +11,7 @@ import torch
 
 import shaped
 from refusals import refused
+from shaped.checks import in_range, positive
 from shaped.workers import LocalWorkers
 
 EYE = torch.eye(3, dtype=torch.float64)
@@ -109,6 +110,14 @@ PATHS = propagate(samples=4)
         (lambda: solve(dtype=torch.float16), ["dtype", "float16"]),
         (lambda: solve(upper=-1.0), ["upper", "-1.0"]),
         (lambda: solve(lower=math.inf), ["lower", "inf"]),
+        (lambda: solve(upper=True), ["upper must be a number", "True"]),
+        (lambda: solve(T=True), ["T must be a number", "True"]),
+        (lambda: in_range("gamma", np.True_, 0.0, 1.0), ["gamma must be a number", "True"]),  # as layers do
+        (lambda: positive("tau0", torch.tensor(True)), ["tau0 must be a number", "True"]),
+        (lambda: shaped.equicorrelated(3, True), ["rho must be a number", "True"]),
+        (lambda: solve(upper=0.5, lower=2.0), ["upper must", "larger than lower, 2", "0.5"]),
+        (lambda: propagate(upper=2.0, lower=2.0), ["upper must", "larger than lower, 2", "got 2"]),
+        (lambda: propagate(upper=0.0), ["upper must", "larger than 0", "got 0"]),
         (lambda: solve(samples=10**9, record=1, V0=torch.eye(300, dtype=torch.float64)), ["samples", "record", "GiB"]),
         (lambda: LAYER.drift(torch.ones(2, 3, 3, 2)), ["V", "(2, 3, 3, 2)"]),
         (lambda: shaped.Chain(), ["layers"]),

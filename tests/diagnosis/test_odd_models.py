@@ -94,6 +94,15 @@ def test_gradients_are_measured_where_the_caller_has_switched_them_off():
     assert "gradient" not in usual.loss_kind
 
 
+def test_a_loss_without_a_gradient_is_refused_or_told():
+    torch.manual_seed(3)
+    model = Attributes()
+    with refused("loss must depend on the model's output", "got 3 without a gradient"):
+        observe(model, X, lambda output, batch: torch.tensor(3.0))
+    found = shaped.diagnose(model, X, loss=lambda output, batch: (0.0 * output).sum() + 3.0, seeds=0, remedies=True)
+    assert [finding.name for finding in found.verdicts] == ["no gradients"]
+
+
 def test_a_model_of_transformers_in_a_wrapper_is_drawn_by_its_own_code():
     config = BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=30, initializer_range=3.0

@@ -304,7 +304,7 @@ def test_a_stronger_remedy_is_tried_only_if_needed():
 
 def test_every_verdict_has_remedies_and_a_quantity():
     names = {"rank collapse", "entropy collapse", "uniform attention", "bounded attention", "vanishing gradients", "exploding gradients"}
-    names |= {"growing residual stream", "shrinking residual stream", "dead units", "non-finite values"}
+    names |= {"growing residual stream", "shrinking residual stream", "dead units", "non-finite values", "no gradients"}
     assert REMEDIES.keys() == QUANTITIES.keys() == names
     variants = {variant.code for remedies in REMEDIES.values() for remedy in remedies for variant in remedy.list_variants(12)}
     assert len(variants) <= 12

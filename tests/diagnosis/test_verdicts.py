@@ -21,7 +21,7 @@ from shaped.diagnosis.page import document, render_page
 from shaped.diagnosis.reinitialised import draw_weights, make_fresh_copy
 from shaped.diagnosis.remedies.table import REMEDIES
 from shaped.diagnosis.remedies.trials import QUANTITIES
-from shaped.diagnosis.verdicts import Finding, judge, measure_risk
+from shaped.diagnosis.verdicts import NOTICES, Finding, Verdicts, judge, measure_risk
 from shaped.testing.stats import generator
 
 HEALTHY = TokenQuantities(0.1, 7.0, 1.0, 1.1, 8)
@@ -68,6 +68,19 @@ def test_rules_say_how_far_a_value_is_beyond_its_threshold(name: str, decades: f
     assert finding.source
     assert "threshold" in str(finding)
     assert all(finding.name in table for table in (REMEDIES, QUANTITIES, document.RULES))
+
+
+def test_a_stack_without_gradients_is_told():
+    seen = make_observation(depth=1, gradients={"weight": 0.0})
+    (notice,) = Verdicts(finding for finding in judge(seen) if finding.at_risk)
+    assert (notice.name, notice.layers) == ("no gradients", ("layers.0",))
+    assert measure_risk(judge(seen)) < 0.3
+    assert all(notice.name in table for table in (REMEDIES, QUANTITIES, document.RULES, NOTICES))
+    found = Diagnosis(seen, Bands({}, ""), judge(seen))
+    assert "no gradients" in repr(found)
+    assert "every gradient is 0 in layers.0" in render_page(found.to_json())
+    for gradients in ({"weight": 1e-30}, {}):
+        assert not any(finding.name == "no gradients" for finding in judge(make_observation(depth=1, gradients=gradients)))
 
 
 def test_risk_grows_with_every_excess_and_is_that_of_the_worst_stack():

@@ -259,6 +259,8 @@ def test_layers_of_users_need_nothing_more():
         ({"loss": lambda outputs: outputs.square().mean()}, r"one number for each network, \[6\] for outputs \(6, 3, 2\), got shape \(\)"),
         ({"loss": lambda outputs: None}, "loss must return one number for each network, .* got None"),
         ({"loss": lambda outputs: squared_error(outputs.detach())}, "loss must be differentiable"),
+        ({"loss": lambda outputs: squared_error(outputs - outputs.mean(0))}, "loss must keep networks apart, .* mixes the 6"),
+        ({"loss": lambda outputs: squared_error(outputs.flip(0))}, "loss must keep networks apart"),
         ({"loss": lambda outputs: squared_error(outputs) / 0.0}, "loss must be finite, got inf"),
         ({"loss": lambda outputs: squared_error(0.0 * outputs + 1.0).sqrt()}, "loss must have a finite gradient, .*, got nan"),
         ({"loss": lambda outputs: None, "executor": ThreadPoolExecutor()}, "loss must be a function of a module"),

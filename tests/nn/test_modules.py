@@ -1,6 +1,7 @@
 """Trainable modules: their law at initialisation is the theory's, and their schedules do what they say."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,13 @@ def test_a_schedule_without_gains_to_change_is_refused(schedule):
     with refused("model must have gains", repr(schedule), "Linear", "shaped.hf.shape"):
         schedule.apply(nn.Linear(2, 2), 2)
     Fixed().apply(nn.Linear(2, 2), 2)
+
+
+@pytest.mark.parametrize("step", [math.nan, -1, 2.5, True, None])
+def test_a_step_that_is_none_is_refused(step: Any):
+    encoder = ShapedEncoder(1, N, HEADS, gamma=0.3, schedule=Recover(10))
+    with refused("step must be", str(step)):
+        encoder.schedule.apply(encoder, step)
 
 
 def test_recover_ends_at_the_plain_network():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shaped.advice.question import Question
 from shaped.advice.rows import Boundary, Row
+from shaped.files import replace_non_finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,7 +69,7 @@ class Advice:
                 return None
             gradient = None if row.gradient is None else asdict(row.gradient)
             shown = asdict(row) | {"share": row.share, "interval": row.interval, "verdict": self.judge(row), "gradient": gradient}
-            return make_finite(shown)
+            return replace_non_finite(shown)
 
         return {
             "question": self.question.describe(),
@@ -98,15 +99,6 @@ class Advice:
     def __repr__(self) -> str:
         best = "none" if self.best is None else f"gamma={self.best.gamma:.3g}, tau0={self.best.tau0:.3g}"
         return f"Advice({best}, {'proved' if self.proved else 'not proved'}, {len(self.rows)} rows)"
-
-
-def make_finite(value: Any) -> Any:
-    """JSON has no infinity and no nan."""
-    if isinstance(value, dict):
-        return {key: make_finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [make_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe_share(row: Row) -> str:

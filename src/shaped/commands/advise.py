@@ -17,7 +17,7 @@ from shaped.commands.blocks import read_mask
 from shaped.commands.console import print_error
 from shaped.commands.options import ATTENTION, LAYER, PLACE, SOLVER, WORK, show_choices
 from shaped.commands.results import check_folder, show_results, write_results
-from shaped.process import count_cores
+from shaped.process import count_cores, suggest_install
 from shaped.workers import open_executor
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def choose_sizes(given: dict[str, Any]) -> dict[str, Any]:
             if given[name] is not None and given[name] is not False:  # 0 is refused too
                 raise ValueError(f"{name} must be left out with a config, which determines it, got {given[name]}")
         if not find_spec("transformers"):
-            raise ValueError("config needs transformers (pip install 'shaped-transformer[hf]')")
+            raise ValueError(f"config needs transformers ({suggest_install('hf')})")
         from shaped.hf.prediction.sizes import read_sizes
 
         sizes = read_sizes(given["config"], given["tokens"])

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from shaped.commands.options import WORK
-from shaped.process import count_cores
+from shaped.process import count_cores, suggest_install
 
 ADDRESS = "127.0.0.1"
 MOST_WORKERS = 2
@@ -26,7 +26,7 @@ def explore(
     """Open a local page with sliders: correlation, eigenvalues, gradients, entropy and the safe region, SDE against networks."""
     for name in ("starlette", "uvicorn"):
         if not find_spec(name):
-            raise ValueError(f"explore needs {name} (pip install 'shaped-transformer[explore]')")
+            raise ValueError(f"explore needs {name} ({suggest_install('explore')})")
     listening = open_socket(port)
     port = listening.getsockname()[1]
     address = f"http://{ADDRESS}:{port}/"

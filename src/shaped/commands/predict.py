@@ -17,6 +17,7 @@ from shaped.commands import options
 from shaped.commands.options import ATTENTION, PLACE, SOLVER, WORK
 from shaped.commands.results import check_folder, show_results, write_results
 from shaped.files import read_array
+from shaped.process import suggest_install
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,7 +74,7 @@ def predict(
     The model is never made: its law is drawn without its weights.
     """
     if not find_spec("transformers"):
-        raise ValueError("predict needs transformers (pip install 'shaped-transformer[hf]')")
+        raise ValueError(f"predict needs transformers ({suggest_install('hf')})")
     from rich.console import Group
 
     from shaped.hf.prediction.families import read_config

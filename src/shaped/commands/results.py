@@ -12,6 +12,7 @@ from typing import Any
 
 from shaped.commands.console import Lines
 from shaped.files import make_folder, write_atomically, write_json
+from shaped.process import suggest_install
 
 
 def check_folder(out: Path) -> None:
@@ -41,7 +42,7 @@ def show_results(summary: dict[str, Any], table: Any, remark: str, written: list
         lines.say((f"{table}\n" if isinstance(table, str) else draw_table(table)) + remark)
         lines.say(f"written: {' '.join(map(str, written))}")
         if not find_spec("matplotlib"):
-            lines.say("no picture: matplotlib is not installed (pip install 'shaped-transformer[plot]')")
+            lines.say(f"no picture: matplotlib is not installed ({suggest_install('plot')})")
     lines.end(written[0].parent)
 
 

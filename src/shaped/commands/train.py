@@ -15,6 +15,7 @@ import typer
 from shaped.checks import parse_whole_numbers
 from shaped.commands.console import Lines, print_error
 from shaped.commands.options import PLACE, show_choices
+from shaped.process import suggest_install
 from shaped.train.run.options import TOPICS
 from shaped.train.run.settings import DEFAULTS, HINTS, PRESETS, Settings
 
@@ -206,7 +207,7 @@ def glue(
 def needs(*packages: str) -> None:
     missing = [package for package in packages if not find_spec(package)]
     if missing:
-        raise ValueError(f"training needs {', '.join(missing)} (pip install 'shaped-transformer[train]')")
+        raise ValueError(f"training needs {', '.join(missing)} ({suggest_install('train')})")
 
 
 def is_terminal() -> bool:

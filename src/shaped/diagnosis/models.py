@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shaped.files import read_json, read_text
+from shaped.process import quote_error, suggest_install
 
 TOKENS, SEQUENCES = 128, 2
 
@@ -70,7 +71,7 @@ def call_function(place: str, seed: int) -> tuple[nn.Module, Any]:
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:  # the module's own code may raise anything
-        said = f"{type(error).__name__}: {shorten(error)}"
+        said = f"{type(error).__name__}: {quote_error(error)}"
         raise ValueError(f"model must be a function that can be imported, as package.module:function, got {place!r}: {said}") from error
     finally:
         if folder in sys.path:  # the module may have changed the path, or the current folder
@@ -82,16 +83,11 @@ def call_function(place: str, seed: int) -> tuple[nn.Module, Any]:
             torch.manual_seed(seed)
             made = function()
     except Exception as error:
-        raise ValueError(f"model must be a function that runs, got {place!r}: {type(error).__name__}: {shorten(error)}") from error
+        raise ValueError(f"model must be a function that runs, got {place!r}: {type(error).__name__}: {quote_error(error)}") from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a function that returns a torch.nn.Module, or one and its batch, got {type(model).__name__}")
     return model, batch
-
-
-def shorten(error: Exception) -> str:
-    """What it says, in one line."""
-    return " ".join(str(error).split())[:200]
 
 
 def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path, list[str]]:
@@ -105,7 +101,7 @@ def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path, list[str]]:
             f"model must be a folder with a config.json, such a file, or package.module:function, got {place!r}, which is none of them"
         ) from None
     if not find_spec("transformers"):
-        raise ValueError("diagnose needs transformers for a config.json (pip install 'shaped-transformer[hf]')")
+        raise ValueError(f"diagnose needs transformers for a config.json ({suggest_install('hf')})")
     from transformers import AutoConfig
 
     from shaped.hf.quiet import silence_transformers  # shaped.hf also tells transformers what a model of type shaped is
@@ -120,7 +116,7 @@ def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path, list[str]]:
             model, found = kind.from_pretrained(path, config=config, local_files_only=True, output_loading_info=True)
             return model, path, sorted(found["missing_keys"])
     except Exception as error:  # transformers has several classes of errors, some over many lines
-        raise ValueError(f"model must be one that transformers can load, got {place!r}: {shorten(error)}") from None
+        raise ValueError(f"model must be one that transformers can load, got {place!r}: {quote_error(error)}") from None
 
 
 def choose_class(config: Any) -> Any:
@@ -203,7 +199,7 @@ def read_ids(folder: Path | None, text: Path, sequences: int, tokens: int) -> Te
         with silence_transformers():  # no warning that the text is longer than a sequence: it is cut below
             ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(content, add_special_tokens=False)["input_ids"]
     except Exception as error:
-        raise ValueError(f"text must come with a tokenizer in the model's folder, got none in {folder}: {shorten(error)}") from None
+        raise ValueError(f"text must come with a tokenizer in the model's folder, got none in {folder}: {quote_error(error)}") from None
     whole = min(len(ids) // tokens, sequences)
     if not whole:
         raise ValueError(f"text must have at least {tokens} tokens, got {len(ids)} in {text}")

@@ -19,6 +19,7 @@ from shaped.diagnosis.one_pass.losses import Loss, choose_loss
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
 from shaped.diagnosis.one_pass.stack import Part, choose_layers
 from shaped.diagnosis.one_pass.unchanged import keep_unchanged
+from shaped.process import quote_error
 
 SEEN_GRAD = expose_to_modes(torch.autograd.grad)
 
@@ -78,6 +79,10 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
             output = call_model(model, batch)
         stacks = find_stacks(model, recorder)  # before the backward pass, which a model without attention need not wait for
         value, kind = choose_loss(output, batch, loss)
+        if loss is not None and not value.requires_grad and any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                f"loss must depend on the model's output, without detach, item or argmax, got {float(value):g} without a gradient"
+            )
         with torch.autograd.set_multithreading_enabled(False), change or nullcontext():  # checkpointed parts run again, with the change
             gradients = differentiate(model, value)
     observed = make_stacks(stacks, gradients)
@@ -94,7 +99,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise
-        said = " ".join(str(error).split())[:200]
+        said = quote_error(error)
         raise ValueError(f"batch must be what {type(model).__name__} takes, got {describe_batch(batch)}: {said}") from error
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shaped.diagnosis.one_pass.unchanged import keep_random_numbers
+from shaped.process import quote_error
 
 RESETS = ("reset_parameters", "_reset_parameters")  # PyTorch's names; nn.MultiheadAttention has the second
 
@@ -22,7 +23,7 @@ def make_fresh_copy(model: nn.Module, seed: int) -> nn.Module:
     try:
         fresh = copy.deepcopy(model)
     except (RuntimeError, TypeError) as error:  # it keeps activations, files or locks as attributes
-        said = " ".join(str(error).split())[:120]
+        said = quote_error(error, 120)
         raise ValueError(f"model must be one that copy.deepcopy can copy, got {type(model).__name__}: {said}") from None
     draw_weights(fresh, seed)
     return fresh

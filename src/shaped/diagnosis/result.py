@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from shaped.diagnosis.observation import Observation
 from shaped.diagnosis.page import render_page
 from shaped.diagnosis.remedies import Trials
 from shaped.diagnosis.verdicts import NOTICES, Finding, Verdicts, measure_risk
-from shaped.files import make_folder, write_atomically, write_json
+from shaped.files import make_folder, replace_non_finite, write_atomically, write_json
 
 FILE, PAGE = "diagnosis.json", "diagnosis.html"
 
@@ -111,11 +110,3 @@ class Diagnosis:
         without = "several thresholds are near" if self.remark else "no risk found"
         names = ", ".join(finding.name for finding in self.verdicts) or without
         return f"Diagnosis({self.info.get('model', 'model')}, {count} layers, risk {self.risk:.2f}: {names})"
-
-
-def replace_non_finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: replace_non_finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [replace_non_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -31,7 +31,7 @@ BOUNDED = 0.5
 """The largest share that one key can ever get of a query's attention. Below it a head cannot select a token, however long it trains.
 Henry et al. 2020 learn the scale of normalised logits for this reason; the number is ours. It is told but does not count as a risk: such
 a model trains, and its attention stays an average (docs/diagnose.md, the study)."""
-NOTICES = ("uniform attention", "bounded attention")
+NOTICES = ("uniform attention", "bounded attention", "no gradients")
 GRADIENT_SPREAD = 100.0
 """Largest over smallest gradient norm of a layer. Xiong et al. 2020: at initialisation the gradients of Post-LN are large near the output,
 and without warm-up it does not train well. The number is ours; the paper has none for this ratio."""
@@ -142,7 +142,12 @@ def judge_bound(stack: StackObservation) -> Iterator[Finding]:
 def judge_gradients(stack: StackObservation) -> Iterator[Finding]:
     norms = list_curves(stack)["gradient"]
     known = {layer.name: norm for layer, norm in zip(stack.layers, norms, strict=True) if math.isfinite(norm)}
-    if len(known) < 2 or not max(known.values()) > 0.0:
+    if known and not any(norm for norm in norms if not math.isnan(norm)):  # nan: nothing of the layer is trained
+        sentence = f"every gradient is 0 in {describe(tuple(known))}: the loss does not depend on them, or what reads them has weights of 0"
+        source = "a step would leave their weights as they are"
+        yield Finding("no gradients", stack.name, tuple(known), 0.0, 0.0, source, sentence, 0.0)
+        return
+    if len(known) < 2:
         return
     smallest, largest = min(known, key=lambda name: known[name]), max(known, key=lambda name: known[name])
     ratio = known[largest] / max(known[smallest], 1e-30)

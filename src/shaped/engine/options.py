@@ -44,6 +44,9 @@ class RunOptions:
         for name in ("upper", "lower"):
             if getattr(self, name) is not None:
                 self._set(**{name: in_range(name, getattr(self, name), 0.0, sys.float_info.max)})
+        if self.upper is not None and self.upper <= (self.lower or 0.0):
+            least = "0" if self.lower is None else f"lower, {self.lower:g}: else no path could run"
+            raise ValueError(f"upper must be larger than {least}, got {self.upper:g}")
         if not (isinstance(self.record, str) and self.record in ("all", "last")):
             try:
                 self._set(record=whole_number("record", self.record))

@@ -7,6 +7,7 @@ from typing import Any
 
 from shaped.explore.fields import FIELDS, parse_question
 from shaped.files import check_entries, parse_json
+from shaped.process import quote_error, suggest_install
 
 NAME = "config"
 PROBE = 4
@@ -18,7 +19,7 @@ def read_values(text: str) -> dict[str, Any]:
     try:
         return read_sizes_of(text)
     except (ValueError, ArithmeticError) as error:
-        return {"error": " ".join(str(error).split())}
+        return {"error": quote_error(error, None)}
 
 
 def check_lengths(entries: dict[str, Any]) -> None:
@@ -32,7 +33,7 @@ def check_lengths(entries: dict[str, Any]) -> None:
 
 def read_sizes_of(text: str) -> dict[str, Any]:
     if not find_spec("transformers"):
-        raise ValueError("config needs transformers (pip install 'shaped-transformer[hf]')")
+        raise ValueError(f"config needs transformers ({suggest_install('hf')})")
     from shaped.hf.prediction.families import make_config
     from shaped.hf.prediction.sizes import read_sizes
 

@@ -21,6 +21,7 @@ from shaped.explore.fields import Question
 from shaped.explore.panels import ANSWERS
 from shaped.explore.plan import Plan
 from shaped.explore.units import UNITS
+from shaped.process import quote_error
 
 Job = dict[str, Any]
 
@@ -109,9 +110,9 @@ class Worker:
         except (ValueError, ArithmeticError, MemoryError) as error:
             for panel in UNITS[job["unit"]]:
                 if panel not in told:
-                    tell(panel, None, error=" ".join(str(error).split()))
+                    tell(panel, None, error=quote_error(error, None))
         except Exception as error:
-            self.say({"job": job["job"], "line": {"kind": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}})
+            self.say({"job": job["job"], "line": {"kind": "error", "error": f"{type(error).__name__}: {quote_error(error, None)}"}})
 
     def say(self, message: dict[str, Any]) -> None:
         self._out.write(json.dumps(message, allow_nan=False, separators=(",", ":")) + "\n")

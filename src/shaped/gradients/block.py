@@ -95,6 +95,7 @@ class Networks:
         loss, running = check_loss(self.job.loss(outputs), outputs), self.is_running(self.job.d)
         if not loss[running].isfinite().all():
             raise ValueError(f"loss must be finite, got {loss[running & ~loss.isfinite()][0].item()}")
+        check_separate(loss, outputs, running)
         (D,) = torch.autograd.grad(loss.sum(), X)
         seen = D[running]
         if not seen.isfinite().all():
@@ -168,3 +169,21 @@ def check_loss(loss: object, outputs: Tensor) -> Tensor:
     if not loss.requires_grad:
         raise ValueError("loss must be differentiable: compute it with torch, without detach, item or argmax")
     return loss
+
+
+def check_separate(loss: Float[Tensor, " batch"], outputs: Tensor, running: Tensor) -> None:
+    """Raises a ValueError where the loss of one network has a gradient in another's outputs.
+
+    The losses are weighed: then a network's own gradient is multiplied by its own weight. Powers of 2 make no rounding errors.
+    """
+    powers = torch.randint(4, (len(loss),), generator=torch.Generator().manual_seed(0))
+    weights = (2.0**powers).to(loss)
+    (plain,) = torch.autograd.grad(loss.sum(), outputs, retain_graph=True)
+    (weighed,) = torch.autograd.grad((weights * loss).sum(), outputs, retain_graph=True)
+    expected = weights[:, None, None] * plain
+    mixed = (weighed - expected).abs().amax((-2, -1)) > torch.finfo(loss.dtype).eps ** 0.75 * expected.abs().amax((-2, -1))
+    if (mixed & running).any():
+        raise ValueError(
+            "loss must keep networks apart, each number a function of its own outputs [m, k], "
+            f"got one that mixes the {len(loss)} of its first dimension"
+        )

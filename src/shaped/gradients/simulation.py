@@ -53,7 +53,8 @@ def backpropagate(
         V0: covariance of the tokens that enter, [m, m] or [samples, m, m].
         n, d: width and depth.
         outputs: number of columns k of the readout.
-        loss: a function of the outputs, [batch, m, k], that returns the loss of each network, [batch]; autograd differentiates it.
+        loss: a function of the outputs, [batch, m, k], that returns the loss of each network, [batch]; autograd differentiates it. Networks
+            are independent, so each loss is a function of its own outputs.
         samples: number of networks; by default the number of matrices in V0.
         seed: the same seed gives the same numbers, whatever the executor.
         n_k: width of each head's keys; by default n divided by the number of heads.

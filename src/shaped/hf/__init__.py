@@ -1,9 +1,11 @@
 """Hugging Face: importing this registers `attn_implementation="shaped"` and the Auto classes. Needs the extra `hf`."""
 
+from shaped.process import suggest_install
+
 try:
     import transformers as transformers
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("shaped.hf needs transformers: pip install 'shaped-transformer[hf]'") from error
+    raise ModuleNotFoundError(f"shaped.hf needs transformers: {suggest_install('hf')}") from error
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 

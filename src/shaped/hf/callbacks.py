@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from shaped.checks import whole_number
-from shaped.files import write_atomically
+from shaped.files import read_steps, replace_non_finite, write_atomically
 from shaped.hf import attention
 from shaped.hf.configuration import ShapedConfig
 from shaped.hf.observation import Observation, find_layers
@@ -81,7 +80,7 @@ class DiagnosticsCallback(LayerLogCallback):
         if implementation != attention.NAME and not eager:
             raise ValueError(f"model must have attn_implementation='{attention.NAME}' for its attention to be seen, got {implementation!r}")
         path = self._path(args)
-        self.history = [row for row in _read_rows(path) if row["step"] < state.global_step] if path.exists() else []
+        self.history = [row for row in read_steps(path) if row["step"] < state.global_step]
         if path.exists() and state.is_world_process_zero:
             kept = "".join(json.dumps(row) + "\n" for row in self.history)
             write_atomically(path, lambda file: file.write(kept.encode()))
@@ -115,7 +114,7 @@ class DiagnosticsCallback(LayerLogCallback):
             gains = dict(zip(("gamma1", "gamma2"), attention.read_gains(module), strict=True))
             values = observation.values[name] | measure(Source.GRADIENTS, gradients) | measure(Source.GAINS, gains)
             for quantity, value in values.items():
-                row.setdefault(quantity, {})[name] = value if math.isfinite(value) else None
+                row.setdefault(quantity, {})[name] = replace_non_finite(value)
         return {"step": step} | row
 
     def _stop_observing(self) -> None:
@@ -126,14 +125,3 @@ class DiagnosticsCallback(LayerLogCallback):
     @staticmethod
     def _path(args: TrainingArguments) -> Path:
         return Path(args.output_dir or ".") / "diagnostics.jsonl"
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of the file. A killed run may have cut off the last one: that is dropped."""
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows

@@ -40,6 +40,7 @@ class Schedule(ABC):
 
     def apply(self, model: nn.Module, step: int) -> None:
         """Sets the shaping of every module of the model for this step, before its forward pass. Trained gains do not change."""
+        step = whole_number("step", step, least=0)  # of nan the share would be 0: no shaping, in silence
         shapeable = [module for module in model.modules() if isinstance(module, Shapeable)]
         if not shapeable and not isinstance(self, Fixed):
             raise ValueError(

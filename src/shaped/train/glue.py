@@ -20,6 +20,7 @@ import shaped.hf
 from shaped.checks import in_range, positive, whole_number
 from shaped.files import read_json, read_text, write_sealed
 from shaped.hf.quiet import silence_transformers
+from shaped.process import quote_error
 from shaped.train.run.folder import HISTORY, check_files, check_run_folder
 from shaped.train.run.options import check, option
 from shaped.train.run.result import Result, find_commit
@@ -190,7 +191,7 @@ def explain_errors(run: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())[:200]
+        said = quote_error(error)
         raise ValueError(f"run must have a model and a tokenizer that can be read, got {run}: {type(error).__name__}, {said}") from None
 
 

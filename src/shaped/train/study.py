@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from shaped.checks import positive
+from shaped.process import quote_error
 from shaped.train.folder_lock import Busy, file_lock
 from shaped.train.run.folder import read_divergence
 from shaped.train.run.loop import pretrain
@@ -153,5 +154,5 @@ def read_run(name: str, settings: Settings, unreadable: dict[str, str]) -> RunRe
 
 def describe_error(error: Exception) -> str:
     """One line. The type precedes the text of unexpected errors (not a ValueError)."""
-    text = " ".join(str(error).split())[:300]
+    text = quote_error(error, 300)
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
-from shaped.watching.rows import Row, finite_or_none
+from shaped.files import replace_non_finite
+from shaped.watching.rows import Row
 
 RECENT = 3
 WARM_UP = 5
@@ -75,7 +76,7 @@ class Alarm:
 
     def to_json(self) -> dict[str, Any]:
         """A line of watch.jsonl. A number that is not finite is None."""
-        return asdict(self) | {"value": finite_or_none(self.value), "advice": self.advice}
+        return asdict(self) | {"value": replace_non_finite(self.value), "advice": self.advice}
 
     def __str__(self) -> str:
         place = f" in {self.layer}" if self.layer else ""

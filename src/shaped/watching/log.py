@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shaped.files import make_folder, parse_json, read_text, write_atomically
+from shaped.files import make_folder, read_steps, write_atomically
 from shaped.watching.alarms import Alarm
 from shaped.watching.rows import Row
 
@@ -21,7 +21,7 @@ class WatchLog:
     def __init__(self, folder: Path, start: int = 0, tensorboard: bool = True):
         make_folder(folder)
         self.path = folder / FILE
-        lines = [line for line in read_lines(self.path) if line["step"] < start]
+        lines = [line for line in read_steps(self.path) if line["step"] < start]
         self.rows = [Row.from_json(line) for line in lines if "kind" not in line]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         write_atomically(self.path, lambda file: file.write(text.encode()))
@@ -45,24 +45,6 @@ class WatchLog:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines up to the first that cannot be read: a killed run may have cut off the last one."""
-    lines = []
-    try:
-        text = read_text(path, errors="replace")
-    except FileNotFoundError:
-        return []
-    for part in text.splitlines():
-        try:
-            line = parse_json("it", part)
-        except ValueError:
-            break
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            break
-        lines.append(line)
-    return lines
 
 
 def open_writer(folder: Path, start: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shaped.diagnosis.curves import CURVES, list_curves
 from shaped.diagnosis.observation import StackObservation
-from shaped.files import check_entries
+from shaped.files import check_entries, replace_non_finite
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """A number that is not finite is None."""
-        layers = {name: {layer: finite_or_none(value) for layer, value in values.items()} for name, values in self.quantities.items()}
-        return {"step": self.step} | ({} if self.loss is None else {"loss": finite_or_none(self.loss)}) | layers
+        layers = {name: {layer: replace_non_finite(value) for layer, value in values.items()} for name, values in self.quantities.items()}
+        return {"step": self.step} | ({} if self.loss is None else {"loss": replace_non_finite(self.loss)}) | layers
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Row:
@@ -50,10 +50,6 @@ class Row:
         layers = {name: values for name, values in line.items() if isinstance(values, dict)}
         numbers = {name: {layer: none_to_nan(value) for layer, value in values.items()} for name, values in layers.items()}
         return cls(line["step"], none_to_nan(line["loss"]) if "loss" in line else None, numbers)
-
-
-def finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def none_to_nan(value: float | None) -> float:

@@ -48,6 +48,17 @@ def test_pairs_are_encoded_as_glue_needs_them(prepared: Path):
     assert AutoTokenizer.from_pretrained(prepared / "tokenizer")("BA")["input_ids"] == tokenizer("ba")["input_ids"]
 
 
+def test_special_tokens_in_the_text_are_text(tmp_path: Path):
+    lines = ["the end [SEP] of a [MASK] word [CLS] and [PAD] [UNK]"] * 40
+    (tmp_path / "text.txt").write_text("\n".join(lines[:20]) + "\n\n" + "\n".join(lines[20:]) + "\n")
+    made = data.prepare([str(tmp_path / "text.txt")], tmp_path / "data", vocab=60, length=16, valid_share=0.5, progress=False)
+    tokenizer = load_tokenizer(tmp_path / "data" / "tokenizer")
+    rows = made.rows("train").reshape(-1).tolist()
+    assert rows.count(tokenizer.token_to_id("[SEP]")) <= 1  # of the document
+    assert not {tokenizer.token_to_id(name) for name in ("[PAD]", "[UNK]", "[MASK]")} & set(rows)
+    assert rows.count(tokenizer.token_to_id("[")) > 50
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_compressed_text_gives_the_same_arrays(text: Path, prepared: Path, tmp_path: Path, suffix: str):
     packed = tmp_path / f"text.txt{suffix}"

@@ -2,8 +2,10 @@
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,16 +49,16 @@ def test_the_folder_of_a_run_that_is_being_written_can_be_read(tiny: Settings, m
     """Its process writes more metrics, and a checkpoint that counts them, between two readings."""
     with pytest.raises(Stopped):
         quiet(replace(tiny, minutes=0.0))
-    read = run_metrics.read_text
+    read = run_metrics.read_json_lines
     path = tiny.out / "metrics.jsonl"
     counted = checkpoint.count_metrics(tiny.out / "checkpoints")
 
-    def read_then_write(read_path: Path, **how: str) -> str:
-        content = read(read_path, **how)
+    def read_then_write(read_path: Path, parse: Callable[[str], dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, str]]:
+        content = read(read_path, parse)
         monkeypatch.setattr(checkpoint, "count_metrics", lambda folder: (counted[0] + 50, counted[1] + 1))
         return content
 
-    monkeypatch.setattr(run_metrics, "read_text", read_then_write)
+    monkeypatch.setattr(run_metrics, "read_json_lines", read_then_write)
     assert read_folder(tiny.out).metrics == read_metrics(path)
 
 

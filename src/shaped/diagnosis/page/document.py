@@ -27,6 +27,7 @@ RULES = {
     "entropy collapse": "entropy",
     "uniform attention": "entropy",
     "bounded attention": "entropy",
+    "no gradients": "gradient",
     "vanishing gradients": "gradient",
     "exploding gradients": "gradient",
     "growing residual stream": "length",

@@ -112,6 +112,7 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
     "entropy collapse": (NORMALISE, COOL),
     "uniform attention": (NORMALISE, SHARPEN, SHAPE),
     "bounded attention": (SHARPEN,),
+    "no gradients": (),
     "vanishing gradients": (SHAPE, WEAKEN, NORMALISE),
     "exploding gradients": (SHAPE, WEAKEN, NORMALISE),
     "growing residual stream": (WEAKEN, SHAPE),

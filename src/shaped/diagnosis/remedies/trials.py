@@ -17,6 +17,7 @@ from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.remedies.table import REMEDIES, Remedy, Variant
 from shaped.diagnosis.verdicts import Finding, judge, measure_risk, show
 from shaped.engine.progress import progress_bar
+from shaped.process import quote_error
 
 PASSES = 12
 """Forward and backward passes at most."""
@@ -26,6 +27,7 @@ QUANTITIES = {
     "entropy collapse": "smallest share of the uniform entropy",
     "uniform attention": "largest share of the uniform entropy",
     "bounded attention": "largest share that one key can get",
+    "no gradients": "largest gradient",
     "vanishing gradients": "largest over smallest gradient",
     "exploding gradients": "largest over smallest gradient",
     "growing residual stream": "growth of the stream",
@@ -134,7 +136,7 @@ def observe_changed(model: nn.Module, batch: Any, loss: Loss | None, remedy: Rem
     try:
         observation = observe(model, batch, loss, change)
     except (ValueError, RuntimeError) as error:  # also too little memory: the other results are worth keeping
-        return Attempt(None, (), " ".join(str(error).split())[:120])
+        return Attempt(None, (), quote_error(error, 120))
     if not change.applied:
         return Attempt(None, (), remedy.if_unused)
     return Attempt(observation, judge(observation))

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from shaped.compare import Distance
+from shaped.files import replace_non_finite
 from shaped.intervals import share_interval as share_of
 
 Row = dict[str, Any]
@@ -99,7 +100,7 @@ def judge(
     else:
         assert at_most is not None
         relation, threshold, right = AT_MOST, at_most, value <= at_most
-    ends = [float(end) if math.isfinite(end) else None for end in interval]
+    ends = replace_non_finite([float(end) for end in interval])
     claimed = {
         "id": id if m is None else f"{id}.m{m}",
         "claim": claim,

@@ -21,7 +21,7 @@ from shaped.figures.harness.code_hash import hash_code
 from shaped.figures.harness.page import NoData, Page
 from shaped.figures.harness.simulator import Simulator
 from shaped.files import write_atomically
-from shaped.process import count_cores
+from shaped.process import count_cores, suggest_install
 
 PAGES = "shaped.figures.pages"
 SCALES = ("quick", "paper")
@@ -100,7 +100,7 @@ def reproduce(
     if scale not in SCALES:
         raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
     if not find_spec("matplotlib"):
-        raise ValueError("reproduce needs matplotlib: pip install 'shaped-transformer[plot]'")
+        raise ValueError(f"reproduce needs matplotlib: {suggest_install('plot')}")
     wanted, simulator = select_pages(ids, runs), Simulator(tokens, seed, device, executor, tuple(runs))
     check_device(device)
     # Runs are read first, which is fast: errors in them come before the figures take their time.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shaped.files import check_entries, open_regular, parse_json, write_atomically
 from shaped.gradients import Gradients
+from shaped.process import quote_error
 
 QUANTITIES = ("rho", "length", "rank", "entropy")
 GRADIENTS = "gradients."
@@ -77,7 +78,7 @@ class Prediction:
                 arrays = {name: np.asarray(content[name]) for name in (*QUANTITIES, "info")}
                 drawn = {name: np.asarray(content[name]) for name in content.files if name.startswith(GRADIENTS)}
         except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError) as error:
-            said = " ".join(str(error).split())[:120]
+            said = quote_error(error, 120)
             raise ValueError(f"path must be a file that Prediction.save wrote, got {path}: {said}") from None
         except Exception as error:  # zipfile and zlib have errors of their own
             raise ValueError(f"path must be a file that Prediction.save wrote, got {path}: {type(error).__name__}") from None

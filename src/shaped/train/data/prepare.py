@@ -83,6 +83,7 @@ def _prepare_missing(
             whole = whole | {"tokenizer": hash_files(folder)}
             write_sealed(progress_file(folder), {"files": whole["tokenizer"]})
         tokenizer = load_tokenizer(folder)
+        tokenizer.encode_special_tokens = True  # "[SEP]" in the text is three pieces of text, not the end of a document
         size = tokenizer.get_vocab_size()
         dtype = "uint16" if size <= 1 << 16 else "uint32"
         parts = {}

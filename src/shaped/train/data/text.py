@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
+from shaped.process import suggest_install
+
 Line = str | None
 """A paragraph, or None where a document ends."""
 
@@ -136,7 +138,7 @@ def _decompress(raw: IO[bytes], source: str) -> Any:
         try:
             import zstandard
         except ImportError:
-            raise ValueError(f"text in .zst needs the package zstandard (pip install 'shaped-transformer[train]'), got {source}") from None
+            raise ValueError(f"text in .zst needs the package zstandard ({suggest_install('train')}), got {source}") from None
         return _Zst(raw, zstandard.ZstdDecompressor())
     return raw
 
@@ -172,7 +174,7 @@ def _read_dataset(source: str) -> Iterator[Line]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ValueError(f"text from a dataset needs the package datasets (pip install 'shaped-transformer[hf]'), got {source!r}") from None
+        raise ValueError(f"text from a dataset needs the package datasets ({suggest_install('hf')}), got {source!r}") from None
     name, _, configuration = source.partition(":")
     try:
         rows = load_dataset(name, configuration or None, split="train", streaming=True)

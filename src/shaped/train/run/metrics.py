@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shaped.files import check_entries, parse_json, read_text, write_atomically
+from shaped.files import check_entries, parse_json, read_json_lines, replace_non_finite, write_atomically
+from shaped.process import suggest_install
 
 LINES: dict[str, dict[str, Any]] = {
     "train": {"loss": float, "count": int},
@@ -29,7 +29,7 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int, tensorboard: bool, log: Callable[[str], object], expected: int = 0):
         self.path = folder / "metrics.jsonl"
-        lines, wrong = _read_lines(self.path)
+        lines, wrong = read_json_lines(self.path, _parse_line)
         kept = [line for line in lines if line["step"] <= step]
         if wrong:
             log(f"{self.path} has {len(wrong)} {'line' if len(wrong) == 1 else 'lines'} that cannot be read: left out")
@@ -41,7 +41,7 @@ class Metrics:
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         with open(self.path, "ab", buffering=0) as file:  # in one write: another process may read the file
-            file.write(_seal({"step": step, "kind": kind} | _replace_nan(values)).encode())
+            file.write(_seal({"step": step, "kind": kind} | replace_non_finite(values)).encode())
         self.count += 1
         if self._writer is not None:
             for name, value in values.items():
@@ -61,25 +61,10 @@ class Metrics:
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The lines of a run's metrics, of one kind if it is given. A line that cannot be read is a ValueError."""
-    lines, wrong = _read_lines(path)
+    lines, wrong = read_json_lines(path, _parse_line)
     for number, why in wrong.items():
         raise ValueError(f"{path} must have a measurement in each line, got line {number}: {why}")
     return [line for line in lines if kind in (None, line["kind"])]
-
-
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """The lines that can be read, and what is wrong with the others, by line number."""
-    try:
-        content = read_text(path, errors="replace")
-    except FileNotFoundError:
-        return [], {}
-    lines, wrong = [], {}
-    for number, text in enumerate(content.removesuffix("\n").split("\n") if content else (), 1):
-        try:
-            lines.append(_parse_line(text))
-        except ValueError as error:
-            wrong[number] = str(error)
-    return lines, wrong
 
 
 def _parse_line(text: str) -> dict[str, Any]:
@@ -109,19 +94,10 @@ def _seal(line: dict[str, Any]) -> str:
     return json.dumps(line | {CHECKSUM: _checksum(line)}) + "\n"
 
 
-def _replace_nan(value: Any) -> Any:
-    """None for numbers that are not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _replace_nan(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_replace_nan(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _open_writer(folder: Path, step: int, log: Callable[[str], object]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        log("no TensorBoard files: tensorboard is not installed (pip install 'shaped-transformer[train]')")
+        log(f"no TensorBoard files: tensorboard is not installed ({suggest_install('train')})")
         return None
     return SummaryWriter(str(folder), purge_step=step + 1)

@@ -1,0 +1,54 @@
+"""Files are written whole, with the usual mode, from any thread."""
+
+import math
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from shaped.files import read_json_lines, read_steps, replace_non_finite, set_usual_mode, write_atomically
+
+
+def test_files_have_the_usual_mode_and_the_umask_is_never_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`os.umask` tells the umask only by setting it: another thread's new file would then be writable by everybody."""
+    (tmp_path / "usual").touch()
+    monkeypatch.setattr(os, "umask", lambda mode: pytest.fail("the umask was set"))
+    write_atomically(tmp_path / "written", lambda file: file.write(b"a"))
+    (tmp_path / "private").touch(mode=0o600)
+    set_usual_mode(tmp_path / "private")
+    assert len({stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["private", "usual", "written"]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path):
+    def fail(file: object) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_atomically(tmp_path / "written", fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_lines_end_at_the_first_that_cannot_be_read(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    assert read_steps(path) == []
+    path.write_text('{"step": 0}\n{"step": 1}\n{"st')
+    assert read_steps(path) == [{"step": 0}, {"step": 1}]
+    for wrong in ('{"step": true}', '{"step": "1"}', "[1]", '{"step": 1, "loss": NaN}', ""):
+        path.write_text(f'{{"step": 0}}\n{wrong}\n{{"step": 2}}\n')
+        assert read_steps(path) == [{"step": 0}]
+    path.write_text("1\na\n3\n")
+    lines, wrong = read_json_lines(path, lambda text: {"number": int(text)})
+    assert lines == [{"number": 1}, {"number": 3}]
+    assert list(wrong) == [2]
+
+
+def test_numbers_that_json_lacks_become_none():
+    assert replace_non_finite({"a": (1.0, math.inf), "b": [{"c": -math.inf}], "d": math.nan, "e": "nan", "f": True}) == {
+        "a": [1.0, None],
+        "b": [{"c": None}],
+        "d": None,
+        "e": "nan",
+        "f": True,
+    }
