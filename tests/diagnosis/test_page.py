@@ -253,4 +253,4 @@ def test_every_rule_is_seen_on_a_curve():
 
 def test_numbers_in_words():
     assert [show(value) for value in (None, 0.99999, 1e-17, 12345.0)] == ["not finite", "1", "0", "1.23e+04"]
-    assert [show_share(value) for value in (0.99999, 1.0, 0.5)] == ["1 − 1e-05", "1", "0.5"]
+    assert [show_share(value) for value in (0.99999, 1.0 - 1e-7, 1.0, 0.5)] == ["1 − 1e-05", "1 within 2e-06", "1", "0.5"]

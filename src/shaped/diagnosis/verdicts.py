@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from shaped.diagnosis.curves import list_curves
+from shaped.diagnosis.numbers import show
 from shaped.diagnosis.observation import Observation, StackObservation
 
 RANK_COLLAPSE = 0.95
@@ -210,8 +211,3 @@ def measure_decades(ratio: float) -> float:
 
 def describe(layers: tuple[str, ...]) -> str:
     return layers[0] if len(layers) == 1 else f"{len(layers)} layers from {layers[0]} to {layers[-1]}"
-
-
-def show(value: float) -> str:
-    """Three digits. A share close to 1 is shown by what is missing."""
-    return f"1 - {1.0 - value:.2g}" if 0.999 <= value < 1.0 else f"{value:.3g}"
