@@ -23,7 +23,7 @@ V0 = shaped.equicorrelated(7, 0.2)
 
 def long_work(executor=None):
     """Eight blocks, each long enough to be interrupted."""
-    return shaped.propagate(BLOCK, V0, n=80, d=40, samples=8000, seed=3, record="last", executor=executor, chunk=1000)
+    return shaped.propagate(BLOCK, V0, n=80, d=20, samples=8000, seed=3, record="last", executor=executor, chunk=1000)
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def test_a_killed_dask_worker_changes_nothing():
             killed.append(time.monotonic())
             os.kill(victim, signal.SIGKILL)
 
-        timer = threading.Timer(1.5, kill)
+        timer = threading.Timer(0.5, kill)
         timer.start()
         there = long_work(executor)
         ended = time.monotonic()
