@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shaped.checks import SINGLE, finite, positive
+from shaped.checks import SINGLE, check_bool, finite, positive
 from shaped.hf.attention import NAME, bypasses_interface, find_self_attentions
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn import blocks
@@ -64,7 +64,7 @@ def check_settings(
     """The arguments of `shape`, checked, as a config keeps them. The defaults are what `attn_implementation="shaped"` alone does."""
     return {
         "tau0": None if tau0 is None else positive("tau0", tau0, SINGLE),
-        "learn": bool(learn),
+        "learn": check_bool("learn", learn),
         "gamma1": finite("gamma1", gamma1, SINGLE),
         "gamma2": finite("gamma2", gamma2, SINGLE),
         "gamma": positive("gamma", gamma, SINGLE),

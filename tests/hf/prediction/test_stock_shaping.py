@@ -106,6 +106,7 @@ def test_configs_of_earlier_versions_have_no_weight_of_the_branch():
         ({"gamma": -1.0}, ["gamma must be positive", "-1"]),
         ({"tau0": 0.0}, ["tau0 must be positive", "0"]),
         ({"gamma1": float("nan")}, ["gamma1 must be finite", "nan"]),
+        ({"learn": "no"}, ["learn must be True or False", "'no'"]),
         ({"gama": 0.5}, ["shape must have the arguments of shaped.hf.shape", "gamma2", "'gama'"]),
         (0.5, ["shape must have the arguments of shaped.hf.shape", "0.5"]),
     ],
