@@ -18,6 +18,8 @@ from refusals import refused
 from shaped.diagnosis import bands, observe
 from shaped.diagnosis.one_pass.unchanged import keep_random_numbers
 from shaped.diagnosis.reinitialised import make_fresh_copy
+from shaped.hf import shape
+from shaped.nn.modules import AttentionShaping
 from shaped.testing.stats import generator
 
 X = torch.randn(2, 5, WIDTH, generator=generator(41))
@@ -151,3 +153,15 @@ def test_random_numbers_of_the_models_gpus_are_kept_too(monkeypatch):
         torch.rand(())
     make_fresh_copy(Attributes(), 0)
     assert kept == [[0, 1], []]
+
+
+def test_a_prediction_is_not_the_band_of_a_model_with_gains_set_by_hand():
+    """The config says that every attention is shaped alike. Only copies have what was changed in one of them."""
+    ids = torch.randint(3, 30, (1, 6), generator=generator(45))
+    for by_name in (True, False):
+        model: Any = AutoModel.from_config(FAMILIES["llama"](16, 2), attn_implementation="shaped" if by_name else "sdpa")
+        model = model if by_name else shape(model, gamma1=0.9)
+        for changed, word in ((False, "predicted"), (AttentionShaping(0.5, 0.5), "1 copy"), (None, "1 copy")):
+            if changed is not False:
+                model.layers[0].self_attn.shaping = changed
+            assert word in shaped.diagnose(model, {"input_ids": ids}, seeds=1).bands.source

@@ -75,7 +75,10 @@ def predict_bands(model: nn.Module, batch: Any, seen: Observation, *, seeds: int
     if getattr(config, "attn_logit_softcapping", None) and getattr(config, "_attn_implementation", "") == "sdpa":
         return None  # transformers' fused attention leaves the soft cap out, so this model does not do what its config says
     from shaped.hf import predict
+    from shaped.hf.shaping import has_gains_of_config
 
+    if not has_gains_of_config(model, config):
+        return None  # copies keep what was changed by hand; the config does not know it
     samples = seeds * (4 if len(ids) <= FEW_TOKENS else 1)
     try:
         found = predict(config, ids.cpu(), samples=samples, seed=seed, progress=False)

@@ -116,6 +116,17 @@ def install_gains(model: PreTrainedModel) -> None:
         module.__dict__["shaped_branch"] = settings.get("gamma", 1.0)  # configs of earlier versions have none
 
 
+def has_gains_of_config(model: nn.Module, config: object) -> bool:
+    """Does every self-attention of a stock model start with the gains of its config? Not if some were replaced or taken away by hand."""
+    if getattr(config, "_attn_implementation", None) != NAME or isinstance(config, ShapedConfig):
+        return True
+    settings, attentions = getattr(config, "shaped", None), find_self_attentions(model).values()
+    if not settings:
+        return not any(hasattr(module, "shaping") for module in attentions)
+    expected = {(settings["gamma1"], settings["gamma2"])}
+    return all({part.start for part in module.modules() if isinstance(part, AttentionShaping)} == expected for module in attentions)
+
+
 def choose_plain_attention(model: PreTrainedModel) -> str:
     """The attention that `vanilla` restores: the model's own, or the default of transformers if that is shaped."""
     chosen = model.config._attn_implementation
