@@ -74,11 +74,13 @@ def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, t
     out = tmp_path / "out"
     for arguments, word in (
         ([configs[0], str(tmp_path / "wrong.json"), "--tokens", "4"], "hidden_act must be one of"),
+        ([*configs, "--tokens", "9"], f", got 9 (for {configs[1]})"),
         ([configs[0], "--tokens", "many"], "tokens must be a number or a .npy file"),
-        ([configs[0], "--tokens", "1"], "tokens must be at least 2"),
+        ([*configs, "--tokens", "1"], "tokens must be at least 2, got 1\n"),
         ([configs[0], "--gamma", "0.5"], "gamma must be left out without --shape, got 0.5"),
-        ([configs[0], "--shape", "--gamma", "-1"], "gamma must be positive"),
-        ([*configs, "--shape"], "shape must be None for a ShapedConfig"),
+        ([*configs, "--shape", "--gamma", "-1"], "gamma must be positive and finite and in [1e-30, 1e+30], got -1.0\n"),
+        ([*configs, "--tokens", "4", "--shape"], f"got {{}} (for {configs[1]})"),
+        ([configs[1], "--shape"], "shape must be None for a ShapedConfig, which has its own shape, got {}\n"),
         ([str(tmp_path / "none")], "config must be a folder with a config.json"),
     ):
         assert run(monkeypatch, *arguments, "--out", str(out)) == 2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -79,12 +80,17 @@ def predict(
 
     from shaped.hf.prediction.families import read_config
     from shaped.hf.prediction.simulation import predict as run
-    from shaped.hf.prediction.simulation import prepare
+    from shaped.hf.prediction.simulation import prepare, read_tokens
+    from shaped.hf.prediction.stock_shaping import read_settings
 
     given, shaping = read_start(tokens), read_shape(shape, gamma=gamma, gamma1=gamma1, gamma2=gamma2, tau0=tau0)
-    read = [read_config(path, shaping) for path in configs]
-    for config in read:
-        prepare(config, given)  # refuses a config before the work on others
+    read_tokens(given)  # these two refuse what is wrong for every config
+    read_settings("shape", shaping or {})
+    read = []
+    for path in configs:
+        with naming(path if len(configs) > 1 else None):
+            read.append(read_config(path, shaping))
+            prepare(read[-1], given)  # refuses a config before the work on others
     check_folder(out)
     began, progress = time.perf_counter(), False if as_json else None
     found = [run(config, given, samples=samples, seed=seed, device=device, threads=threads, progress=progress) for config in read]
@@ -113,6 +119,17 @@ def read_start(tokens: str) -> Any:
     if not tokens.endswith(".npy"):
         raise ValueError(f"tokens must be a number or a .npy file, got {tokens!r}")
     return read_array(Path(tokens), "tokens", LARGEST_START)
+
+
+@contextmanager
+def naming(path: Path | None) -> Iterator[None]:
+    """Adds the file to an error that does not name it: among several configs it says which one must change."""
+    try:
+        yield
+    except ValueError as error:
+        if path is None or str(path) in str(error):
+            raise
+        raise ValueError(f"{error} (for {path})") from None
 
 
 def read_shape(shape: bool, **gains: float | None) -> dict[str, float] | None:
