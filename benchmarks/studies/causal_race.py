@@ -32,18 +32,19 @@ SEEDS = (1, 2)
 PROMPTS = ("The history of the city begins", "She opened the door and", "The experiment shows that")
 
 
+# This arm had no run of 20,000 steps yet when its causal runs were made.
+STARTS = {"prerms-qk": "preln-qk"}
+
 read_masked = cache(race.read_known)
 
 
 def read_masked_settings(arm: str) -> dict[str, Any]:
-    """Those of the best run of 20,000 steps in the tuning of the masked race: of this arm, or of the one that differs in its norm alone."""
-    for other in (arm, arm.replace("prerms", "preln")):
-        runs = [run for name, run in read_masked().items() if name.startswith(f"{other}-full-") and run.result is not None]
-        if runs:
-            best = min(runs, key=lambda run: race.DIVERGED if run.result is None else run.result.test_loss)
-            choices = race.read_choices(best)
-            return race.set_rate(race.ARMS[arm].settings | choices, choices["lr"])
-    raise race.Missing(f"{arm} at {race.LONG['steps']} steps")
+    """Those of the best run of 20,000 steps in the tuning of the masked race."""
+    start = f"{STARTS.get(arm, arm)}-full-"
+    runs = [run for name, run in read_masked().items() if name.startswith(start)]
+    best = min(runs, key=lambda run: race.DIVERGED if run.result is None else run.result.test_loss)
+    choices = race.read_choices(best)
+    return race.set_rate(race.ARMS[arm].settings | choices, choices["lr"])
 
 
 def tune(arm: str, measure: Measure) -> dict[str, Any]:
@@ -58,8 +59,8 @@ def tune(arm: str, measure: Measure) -> dict[str, Any]:
 
 
 def make_tables(known: dict[str, RunRecord]) -> str:
-    """Markdown: test losses of tuning by arm and rate, then the finals."""
-    tuning, finals = list[list[str]](), list[list[str]]()
+    """Markdown: test losses of tuning by arm and rate, the finals, the lead."""
+    tuning, finals, groups = list[list[str]](), list[list[str]](), list[race_tables.LongRuns]()
     for arm in ARMS:
         mine = {name: run for name, run in known.items() if name.startswith(f"causal-{arm}-")}
         short = {run.settings["lr"]: run for run in mine.values() if run.settings["steps"] == TUNING["steps"]}
@@ -69,8 +70,15 @@ def make_tables(known: dict[str, RunRecord]) -> str:
         long = [run for run in mine.values() if run.settings["steps"] == FINAL["steps"] and (run.result is not None or run.why)]
         if long:
             finals.append(_format_finals(arm, long))
-    heads = ["arm", "test loss by rate", "runs"], ["arm", "rate", "seeds", "test loss", "95 % interval", "ms a step", "bits a byte"]
-    return "\n\n".join(race_tables.format_table(head, rows) for head, rows in zip(heads, (tuning, finals), strict=True))
+            groups.append(race_tables.LongRuns(arm, "", False, long))
+    lead = [race_tables.format_lead(sorted(groups, key=lambda group: group.mean))]
+    tables = zip((TUNED, FINALS, LEAD), (tuning, finals, lead), strict=True)
+    return "\n\n".join(race_tables.format_table(head, rows) for head, rows in tables)
+
+
+TUNED = ["arm", "test loss by rate", "runs"]
+FINALS = ["arm", "rate", "seeds", "test loss", "95 % interval", "ms a step", "bits a byte"]
+LEAD = ["best causal shaped arm", *race_tables.LEAD[1:]]
 
 
 def _format_finals(arm: str, runs: list[RunRecord]) -> list[str]:

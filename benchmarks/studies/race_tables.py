@@ -33,7 +33,7 @@ def make_tables(known: dict[str, RunRecord]) -> str:
         ["arm", *(f"choice {k}" for k in range(1, 1 + MOST_CHOICES)), "rates again", "tuned settings"],
     )
     groups = group_long_runs(known)
-    tables = [*zip(heads, (by_rate, by_choice), strict=True), (LONG_RUNS, _format_long_runs(groups)), (LEAD, [_format_lead(groups)])]
+    tables = [*zip(heads, (by_rate, by_choice), strict=True), (LONG_RUNS, _format_long_runs(groups)), (LEAD, [format_lead(groups)])]
     return "\n\n".join(format_table(head, list(filter(None, rows))) for head, rows in tables)
 
 
@@ -93,7 +93,8 @@ def find_lead(groups: list[LongRuns]) -> tuple[LongRuns, LongRuns, float, tuple[
     return shaped, normalised, normalised.mean - shaped.mean, (float(interval.low), float(interval.high))
 
 
-def _format_lead(groups: list[LongRuns]) -> list[str]:
+def format_lead(groups: list[LongRuns]) -> list[str]:
+    """The row of a table with the columns LEAD."""
     shaped, normalised, lead, (low, high) = find_lead(groups)
     seeds = f"{_format_seeds(shaped)} against {_format_seeds(normalised)}"
     return [f"`{shaped.arm}`", f"`{normalised.arm}`", seeds, f"{lead:.3f}", f"{low:.3f} to {high:.3f}"]
