@@ -49,7 +49,7 @@ def test_stock_models_are_shaped(monkeypatch, capsys, tmp_path, configs):
     printed = json.loads(capsys.readouterr().out)
     shape = {"gamma": 0.5, "gamma1": 0.9, "gamma2": 0.8, "tau0": 0.3}
     assert printed["settings"]["shape"] == shape
-    assert printed["models"]["small"]["rho"]["mean"] == predict(configs[0], 4, samples=2, shape=shape).rho.mean(1).tolist()
+    assert printed["models"]["small-shaped"]["rho"]["mean"] == predict(configs[0], 4, samples=2, shape=shape).rho.mean(1).tolist()
     assert (read_shape(True, gamma=None), read_shape(False, gamma=None)) == ({}, None)  # --shape alone has the gains 1
 
 

@@ -97,7 +97,7 @@ def predict(
     if gradients:
         for prediction in found:
             _ = prediction.gradients  # drawn at the first use
-    predictions = dict(zip(choose_names(prediction.info["name"] for prediction in found), found, strict=True))
+    predictions = dict(zip(choose_names(name_prediction(prediction.info) for prediction in found), found, strict=True))
     summary = {
         "version": shaped.__version__,
         "settings": {"tokens": tokens, "samples": samples, "seed": seed, "shape": shaping, "device": device, "gradients": gradients},
@@ -139,6 +139,11 @@ def read_shape(shape: bool, **gains: float | None) -> dict[str, float] | None:
         name, value = next(iter(given.items()))
         raise ValueError(f"{name} must be left out without --shape, got {value:g}")
     return given if shape else None
+
+
+def name_prediction(info: dict[str, Any]) -> str:
+    """A stock model with shaped attention has a name of its own: in one folder both predictions stay, and a table says which it is."""
+    return info["name"] if info["shape"] is None else f"{info['name']}-shaped"
 
 
 def choose_names(names: Iterable[str]) -> list[str]:
