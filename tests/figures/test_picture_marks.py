@@ -96,6 +96,13 @@ def test_table1_is_coloured_by_recipe_and_its_axis_is_of_its_own_losses():
     assert [to_hex(line.get_color()) for line in dots] == [BLUE, GREEN]
     assert right.get_xlim()[0] > 0, "the paper's loss, of other text, is beside the axis"
     assert {"-3.00", "–"} <= set(list_texts(right))
+    arrays = {f"curve_{kind}_0": np.array([[1.0, 2.0], [2.0, 1.0]]) for kind in ("preln", "preln-qk", "preln-rms-qk")}
+    more = draw("table1", name=np.array(["Recover with QK-norm", "Pre-LN with RMSNorm and QK-norm"]), **arrays).axes
+    dots = [line for line in more[1].lines if line.get_marker() == "o"]
+    assert [to_hex(line.get_color()) for line in dots] == [BLUE, GREEN]
+    styles = {str(line.get_label()): (line.get_linestyle(), to_hex(line.get_color())) for line in more[0].lines}
+    assert styles["Pre-LN with QK-norm"] == ("--", GREEN)
+    assert styles["Pre-LN with RMSNorm and QK-norm"] == (":", GREEN)
     assert [axes.get_xlabel() for axes in (left, right)] == ["step", "test loss (nats)"]
 
 

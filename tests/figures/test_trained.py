@@ -1,8 +1,10 @@
 """The pages that read finished training runs: their rows, their claims, and when they are made anew."""
 
+import itertools
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from refusals import refused
@@ -25,9 +27,8 @@ def write(folder, result, scores=None, entropy=None, depth=18):
         row = {"task": task, "score": score, "seeds": [0, 1], score: {"mean": mean, "std": 0.01}}
         (folder / f"glue-{task}.json").write_text(json.dumps(row))
     if entropy is not None:
-        settings = Settings(
-            data=folder, out=folder, model=result.model, schedule=result.schedule, lr=result.lr, depth=depth, seed=result.seed
-        )
+        named = {name: getattr(result, name) for name in ("model", "schedule", "lr", "seed")}
+        settings = Settings.of({"data": folder, "out": folder, "depth": depth} | named | (result.settings or {}))
         (folder / "settings.toml").write_text(settings.to_toml())
         lines = [{"step": step, "kind": "layers", "entropy": [value] * depth} for step, value in ((0, 4.8), (100, entropy))]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -72,6 +73,29 @@ def test_tables_and_entropies_of_finished_runs(runs, tmp_path):
     assert [row[5:8] for row in scores] == [["cola", "matthews", 0.2], ["rte", "accuracy", 0.52]] * 2
     report = (out / "report.html").read_text()
     assert all(word in report for word in ("table1", "table2", "fig6", "Pre-LN"))
+
+
+def test_models_with_qk_norm_have_rows_and_claims_of_their_own(tmp_path):
+    """fig6 expects of none of them that its attention collapses; table1 holds the best shaped model against the best Pre-LN."""
+    qk, loss = {"qk_norm": True}, {"shaped": 1.9, "preln": 2.0}
+    for seed, model in itertools.product(range(2), loss):
+        run = replace(RUN, model=model, lr=1e-3, seed=seed, test_loss=loss[model] + 0.001 * seed, settings=qk)
+        write(tmp_path / "runs" / f"{model}-{seed}", run, entropy={"shaped": 2.0, "preln": 0.1}[model] + 0.001 * seed)
+        write(tmp_path / "runs" / f"{model}-plain-{seed}", replace(run, test_loss=run.test_loss + 0.5, settings={}))
+    reproduced(tmp_path / "runs", tmp_path / "out", "table1", "fig6")
+    entropies = claims(tmp_path / "out", "fig6")
+    assert {id: row["verdict"] for id, row in entropies.items()} == {
+        f"fig6.{model}-qk.layer{layer}.lr0.001": verdict
+        for model, verdict in (("recover", "holds"), ("preln", "fails"))
+        for layer in (1, 7)
+    }
+    assert "Pre-LN with QK-norm: it does not" in entropies["fig6.preln-qk.layer1.lr0.001"]["claim"]
+    with np.load(tmp_path / "out" / "fig6.npz") as arrays:
+        panels = fig6.draw({}, dict(arrays)).axes
+    assert [axes.get_title() for axes in panels] == [f"{model} with QK-norm, layer {k}" for model in ("Recover", "Pre-LN") for k in (1, 7)]
+    (row,) = claims(tmp_path / "out", "table1").values()
+    assert row["value"] == pytest.approx(-0.1)
+    assert "(Recover with QK-norm) is as good as Pre-LN with QK-norm" in row["claim"]
 
 
 def test_runs_are_told_apart_by_what_was_chosen_for_them():

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 TITLE = "The baseline's attention collapses at large learning rates"
 SHOWS = (
-    "Mean entropy of the softmax, over rows and heads, of the first and the seventh layer against training steps, for each learning rate: "
-    "Recover above, Pre-LN below. A cross: loss or gradient no longer finite. Dotted: below it we call attention collapsed. "
+    "Mean entropy of the softmax, over rows and heads, of the first and the seventh layer against training steps, for each learning rate; "
+    "a row for each model. A cross: loss or gradient no longer finite. Dotted: below it we call attention collapsed. "
     "Dash-dotted: uniform attention over the 128 tokens of a sequence."
 )
-LAYERS, MODELS = (1, 7), ("recover", "preln")
+LAYERS, MODELS = (1, 7), ("recover", "preln", "recover-qk", "preln-qk")
+COLLAPSING = "preln"
+"""The paper says so of this model. QK-norm bounds the logits, so the attention of models that have it should not collapse."""
 COLLAPSED, LARGE = 0.5, 1e-3
 """Below this entropy, in nats, attention counts as a point mass: a tenth of log 128. And the learning rate that the caption calls large."""
 UNIFORM = math.log(128)  # the entropy of uniform attention over a sequence of the paper's length
@@ -36,7 +38,8 @@ def settings(scale: str, places: tuple[Path, ...]) -> runs.Settings:
 
 
 def compute(settings: runs.Settings, simulator: Simulator) -> Result:
-    found = runs.read_runs(settings, "metrics of Recover or Pre-LN", lambda run: run.kind in MODELS and entropy_curves([run], LAYERS))
+    what = "metrics of Recover or Pre-LN, with QK-norm or without"
+    found = runs.read_runs(settings, what, lambda run: run.kind in MODELS and entropy_curves([run], LAYERS))
     curves = select_recipes(entropy_curves(found, LAYERS))
     return Result(to_arrays(curves), judge_curves(curves))
 
@@ -72,7 +75,7 @@ def judge_curves(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     claims = []
     for layer in LAYERS:
-        for model, words in (("preln", "Pre-LN: the entropy collapses"), ("recover", "Recover: it does not")):
+        for model in sorted(MODELS):
             here = [curve for curve in curves if (curve["name"], curve["layer"]) == (model, layer) and curve["ended"]]
             for rate in sorted({curve["lr"] for curve in here if curve["lr"] >= LARGE}):
                 steps = max(curve["planned"] for curve in here if curve["lr"] == rate)
@@ -81,7 +84,9 @@ def judge_curves(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     if (curve["lr"], curve["planned"]) == (rate, steps):
                         last.setdefault(curve["seed"], []).append(curve["entropy"][-1])
                 value, interval = mean_interval(np.array([statistics.fmean(of_seed) for of_seed in last.values()]))
-                bound: dict[str, Any] = {"at_most": COLLAPSED} if model == "preln" else {"at_least": COLLAPSED}
+                collapses = model == COLLAPSING
+                bound: dict[str, Any] = {"at_most" if collapses else "at_least": COLLAPSED}
+                words = f"{runs.label(model)}: {'the entropy collapses' if collapses else 'it does not'}"
                 claim = f"layer {layer}, learning rate {rate:g}: {words}; nats at the last step"
                 id = f"fig6.{model}.layer{layer}.lr{rate:g}"
                 claims.append(judge(id, None, claim, value, interval, **bound))
@@ -94,13 +99,14 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
 
     from shaped.figures.harness.style import BLACK, WIDE, pick_ordered_colours
 
-    figure = Figure(figsize=(WIDE, 4.6), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True, sharey=True)
     keys = [name.removesuffix("_steps") for name in arrays if name.endswith("_steps")]
+    models = [model for model in MODELS if any(key.split("_")[0] == model for key in keys)]
+    figure = Figure(figsize=(WIDE, 0.6 + 2.0 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), 2, sharex=True, sharey=True, squeeze=False)
     rates = sorted({float(key.split("_")[2]) for key in keys})
     colours = dict(zip(rates, pick_ordered_colours(len(rates)), strict=True))
     highest = max([UNIFORM, *(np.nan_to_num(arrays[f"{key}_entropy"]).max() for key in keys)])  # longer sequences have more
-    for row_of, model in zip(panels, MODELS, strict=True):
+    for row_of, model in zip(panels, models, strict=True):
         for axes, layer in zip(row_of, LAYERS, strict=True):
             for key in keys:
                 name, its_layer, rate, *_ = key.split("_")
@@ -119,7 +125,7 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
         Line2D([], [], color=BLACK, linestyle="none", marker="x", markersize=6, label="diverged"),
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=4)
-    for axes in panels[1]:
+    for axes in panels[-1]:
         axes.set_xlabel("step")
     for axes in panels[:, 0]:
         axes.set(ylabel=QUANTITIES["entropy"].label, ylim=(0, 1.05 * highest))

@@ -26,6 +26,8 @@ SHOWS = (
     "Left: during the longest pre-training, every run of it. Right: after pre-training; dots: mean over seeds with its standard deviation. "
     "Numbers beside them: the paper's, on other text after 100,000 steps: only their order compares."
 )
+LINES = ("-", "--", ":")
+"""Of the paper's models, and of those with one and with two additions to them (QK-norm, RMSNorm)."""
 WITHIN = 0.02
 """By how much the best shaped model may be above Pre-LN: about the paper's own standard deviations in this table."""
 
@@ -80,21 +82,26 @@ def judge_losses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     alike = Counter(place[:2] for place in places)
     for depth, steps, task in places:
         here = [line for line in rows if (line["depth"], line["steps"], line["task"]) == (depth, steps, task)]
-        baseline = [line for line in here if line["name"] == "preln"]
-        shaped = [line for line in here if line["name"] in ("recover", "learn", "fixed")]
-        if baseline and shaped:
-            # One seed proves nothing: models with one seed are left out where others have more.
-            several = [line for line in shaped if line["seeds"] > 1]
-            best = min(several or shaped, key=lambda line: line["test_loss"])
-            value = best["test_loss"] - baseline[0]["test_loss"]
-            claim = (
-                f"d = {depth}, {steps} steps: the best shaped model ({runs.label(best['name'])}) is as good as Pre-LN; test loss beyond it"
-            )
+        shaped, baseline = find_best(here, ("recover", "learn", "fixed")), find_best(here, ("preln",))
+        if shaped and baseline:
+            value = shaped["test_loss"] - baseline["test_loss"]
+            names = [runs.label(line["name"]) for line in (shaped, baseline)]
+            claim = "d = {}, {} steps: the best shaped model ({}) is as good as {}; test loss beyond it".format(depth, steps, *names)
             id = f"table1.d{depth}.s{steps}"
             if alike[depth, steps] > 1:  # of other text or another width
                 id += "." + hashlib.sha256(task.encode()).hexdigest()[:6]
-            claims.append(judge(id, None, claim, value, difference_interval(value, best, baseline[0]), at_most=WITHIN))
+            claims.append(judge(id, None, claim, value, difference_interval(value, shaped, baseline), at_most=WITHIN))
     return claims
+
+
+def find_best(rows: list[dict[str, Any]], kinds: tuple[str, ...]) -> dict[str, Any] | None:
+    """Of the rows of these kinds, with QK-norm or without, the one with the least test loss.
+
+    One seed proves nothing: models with one seed are left out where others have more.
+    """
+    own = [line for line in rows if runs.find_plain(line["name"]) in kinds]
+    several = [line for line in own if line["seeds"] > 1]
+    return min(several or own, key=lambda line: line["test_loss"], default=None)
 
 
 def difference_interval(value: float, *lines: dict[str, Any]) -> tuple[float, float]:
@@ -110,20 +117,21 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> Figure:
     from shaped.figures.harness.style import BLUE, COLOURS, GREY, ORANGE, SKY, make_panels
 
     colours = COLOURS | {"recover": BLUE, "learn": ORANGE, "fixed": SKY, "vanilla": COLOURS["unshaped"]}
-    by_name = {name: colour for kind, colour in colours.items() for name in (kind, runs.label(kind))}
     figure, (left, right) = make_panels(2, height=max(2.5, 1.1 + 0.28 * len(arrays["name"])))
     named = set()
     for key in (key for key in arrays if key.startswith("curve_")):
         kind = key.split("_")[1]
         label = None if kind in named else runs.label(kind)
-        left.plot(*arrays[key].T, ".-", color=colours.get(kind, GREY), markersize=3, label=label)
+        style = "." + LINES[kind.count("-")]
+        left.plot(*arrays[key].T, style, color=colours.get(runs.find_plain(kind), GREY), markersize=3, label=label)
         named.add(kind)
     left.set(xlabel="step", ylabel="test loss (nats)")
     left.legend(loc="best")
     at = np.arange(len(arrays["name"]))[::-1]
     spread = np.nan_to_num(arrays["test_loss_std"])
+    by_label = {runs.label(kind): colour for kind, colour in colours.items()}
     for place, name, loss, error in zip(at, arrays["name"], arrays["test_loss"], spread, strict=True):
-        colour = by_name.get(str(name), by_name.get(str(name).split("-")[0], GREY))  # preln-qk is a Pre-LN
+        colour = by_label.get(str(name).split(" with ")[0], GREY)
         right.errorbar([loss], [place], xerr=[error], fmt="o", color=colour, markersize=4, capsize=2)
     # The paper's losses are of other text: beside the axis, which they would stretch.
     beside = right.get_yaxis_transform()

@@ -17,6 +17,8 @@ from shaped.train import run_records
 from shaped.train.run_records import RunRecord
 
 NAMES = {"recover": "Recover", "learn": "Learn", "fixed": "Fixed", "preln": "Pre-LN", "postln": "Post-LN", "vanilla": "vanilla"}
+ADDED = {"rms": "RMSNorm", "qk": "QK-norm"}
+"""What the end of a kind's name says that the paper's models do not have."""
 
 
 @dataclass(frozen=True)
@@ -62,5 +64,13 @@ def column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
     return np.array([math.nan if line[name] is None else line[name] for line in rows], dtype=float)
 
 
-def label(name: str) -> str:
-    return NAMES.get(name, name)
+def label(kind: str) -> str:
+    """The printed name of a kind of model: "Pre-LN with RMSNorm and QK-norm" for "preln-rms-qk"."""
+    plain, *added = kind.split("-")
+    printed = NAMES.get(plain, plain)
+    return f"{printed} with {' and '.join(ADDED[one] for one in added)}" if added else printed
+
+
+def find_plain(kind: str) -> str:
+    """The paper's kind of model that this one is a variant of: "preln" for "preln-rms-qk"."""
+    return kind.split("-")[0]
