@@ -2,6 +2,7 @@
 
     python benchmarks/studies/race.py tune recover-qk preln-qk --data data --out runs/race --minutes 9
     python benchmarks/studies/race.py lengthen recover-qk preln-qk --data data --out runs/full
+    python benchmarks/studies/race.py slow recover-qk --data data --out runs/slow
     python benchmarks/studies/race.py final recover-qk --data data --out runs/finals --seeds 1 2 3
 
 A run that docs/results/race*.json or the folder `--out` has already is not made again. `shaped collect` turns the folder into such a file,
@@ -38,6 +39,8 @@ LONG: dict[str, Any] = FINAL | {"seed": 0, "evaluate_every": 10_000, "observe_ev
 # Of these arms an earlier probe had a better run than the grid, with small tables at the rate of the rest: they get it as a third start.
 PROBED = {"preln-qk": 2e-3, "prerms-qk": 2e-3}
 LENGTHENED = ("recover-qk", "learn-qk", "preln-qk", "prerms-qk")  # the two best arms of each side after 4,000 steps
+SLOWED = ("recover-qk", "learn-qk")  # those of them that have gains
+POSSIBLE = {"lengthen": LENGTHENED, "slow": SLOWED}
 LOGGING = {about.name for about in fields(Settings) if about.metadata["affects"] == "logging"}  # not part of what a run finds
 QUIET: dict[str, Any] = {"save_model": False, "tensorboard": False}
 
@@ -52,6 +55,7 @@ CLIP: Choice = ("clip", {"clip": 1.0})
 SMALL_TABLES: Choice = ("bert-tables", {"init": "bert", "embedding_std": 0.02, "embedding_lr": 1.0})
 GAMMA: Choice = ("gamma", {"gamma": 0.2})
 QK_GAIN: Choice = ("qk-gain", {"qk_gain": True})
+SLOW_GAINS: Choice = ("slow-gains", {"gain_lr": 0.1})
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,11 @@ def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
 
 def lengthen(name: str, measure: Measure) -> dict[str, Any]:
     """The best settings at the finals' length, with the rate tuned again from the grid's best, the tuned settings and a probe's."""
+    return search_length(name, measure)[1]
+
+
+def search_length(name: str, measure: Measure) -> tuple[float, dict[str, Any]]:
+    """The settings of `lengthen`, after their loss."""
     starts: dict[str, dict[str, Any]] = {}  # where the best is likely comes first
     if name in PROBED:
         starts["tables"] = set_rate(ARMS[name].settings | {"embedding_std": 0.02, "embedding_lr": 1.0}, PROBED[name])
@@ -117,7 +126,19 @@ def lengthen(name: str, measure: Measure) -> dict[str, Any]:
         goal = min((loss for loss, _ in found), default=math.inf)
         rate = extend(losses, run, first=2.0 if name in PROBED else 0.5, goal=goal)
         found.append((losses[rate], set_rate(start, rate)))
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(found, key=lambda pair: pair[0])
+
+
+def slow_gains(name: str, measure: Measure) -> dict[str, Any]:
+    """The best settings at the finals' length; with slower gains, and the rate tuned again, if slower gains lower the loss."""
+    goal, best = search_length(name, measure)
+    label, change = SLOW_GAINS
+
+    def run(rate: float) -> float:
+        return measure(f"{name}-full-{label}-{rate:g}", LONG | set_rate(best | change, rate))
+
+    losses = {best["lr"]: run(best["lr"])}
+    return set_rate(best | change, extend(losses, run, first=2.0)) if losses[best["lr"]] < goal else best
 
 
 def extend(losses: dict[float, float], measure: Callable[[float], float], *, first: float = 0.5, goal: float = math.inf) -> float:
@@ -204,7 +225,7 @@ class Track:
         return loss
 
 
-CHOSEN = ("lr", "embedding_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
+CHOSEN = ("lr", "embedding_lr", "gain_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
 
 
 def read_choices(run: RunRecord) -> dict[str, Any]:
@@ -213,9 +234,18 @@ def read_choices(run: RunRecord) -> dict[str, Any]:
     return {key: run.settings[key] for key in CHOSEN if run.settings[key] != usual[key]}
 
 
+def choose_search(what: str, arm: str) -> Callable[[str, Measure], dict[str, Any]]:
+    """Finals have the settings that all steps of the protocol found."""
+    if what != "final":
+        return {"tune": tune, "lengthen": lengthen, "slow": slow_gains}[what]
+    if arm in SLOWED:
+        return slow_gains
+    return lengthen if arm in LENGTHENED else tune
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "lengthen", "final"))
+    parser.add_argument("what", choices=("tune", "lengthen", "slow", "final"))
     parser.add_argument("arms", nargs="*", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("runs/race"))
@@ -225,14 +255,13 @@ def main() -> None:
     for name in given.arms:
         if name not in ARMS:
             parser.error(f"arms must be among {', '.join(ARMS)}, got {name}")
-        if given.what == "lengthen" and name not in LENGTHENED:
-            parser.error(f"arms must be among {', '.join(LENGTHENED)}, which are tuned at full length, got {name}")
+        if given.what in POSSIBLE and name not in POSSIBLE[given.what]:
+            parser.error(f"arms must be among {', '.join(POSSIBLE[given.what])} for {given.what}, got {name}")
     track = Track(given.data, given.out, given.minutes)
     try:
         found: dict[str, dict[str, Any]] = {}
         for name in given.arms:
-            search = tune if given.what == "tune" or name not in LENGTHENED else lengthen
-            found[name] = search(name, lambda run, settings: track.measure(run, TUNING | settings))
+            found[name] = choose_search(given.what, name)(name, lambda run, settings: track.measure(run, TUNING | settings))
             print(f"{name}: {found[name]}", flush=True)
         for seed in given.seeds if given.what == "final" else ():  # seed by seed: if the time is over, the arms have equally many
             for name, settings in found.items():

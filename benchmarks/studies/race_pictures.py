@@ -1,8 +1,9 @@
 """The pictures of docs/race.md, from the runs in docs/results.
 
-    python benchmarks/studies/race_pictures.py [theory] [finals] [--samples 1024] [--out docs/images]
+    python benchmarks/studies/race_pictures.py [theory] [finals] [branches] [--samples 1024] [--out docs/images]
 
 race-finals.png: test loss against steps and against seconds of the GPU, of the runs of the finals' length.
+race-branches.png: the attention branches of Recover with QK-norm after 20,000 steps: gamma and entropy of each layer, by learning rate.
 race-theory.png: what QK-norm changes. Left, the SDE of the race's shaped arms: the share of paths that explode, if the tokens' variance has
 grown by a factor. Right, the race: the test loss after 4,000 steps against the learning rate.
 """
@@ -22,7 +23,7 @@ from race import ARMS, RATES, TUNING, find_loss, read_known, set_rate
 from race_tables import group_long_runs, milliseconds_a_step
 
 import shaped
-from shaped.figures.harness.style import BLACK, BLUE, GREEN, GREY, ORANGE, apply_style, make_panels
+from shaped.figures.harness.style import BLACK, BLUE, GREEN, GREY, ORANGE, apply_style, make_panels, pick_ordered_colours
 from shaped.files import write_atomically
 from shaped.intervals import share_interval
 from shaped.train.run.settings import DEFAULTS, TAU0
@@ -42,6 +43,7 @@ ATTENTION = {  # the race's two temperatures, and what QK-norm alone changes
     "QK-norm, τ0 = n^(−1/2) (recover-qk)": (True, USUAL, "s--", BLUE),
 }
 M, RHO, SEED = 8, 0.1, 0
+PICTURES = ("theory", "finals", "branches")
 Known = dict[str, RunRecord]
 
 
@@ -99,19 +101,40 @@ def draw_finals(known: Known) -> Figure:
     return figure
 
 
+def draw_branches(known: Known) -> Figure:
+    """A line for each run of the finals' length of `recover-qk`."""
+    figure, panels = make_panels(2)
+    runs = [run for group in group_long_runs(known) if group.arm == "recover-qk" for run in group.runs]
+    rates = sorted({run.settings["lr"] for run in runs})
+    colours, named = dict(zip(rates, pick_ordered_colours(len(rates)), strict=True)), set[float]()
+    for run in sorted(runs, key=lambda run: run.settings["lr"]):
+        last, rate = [line for line in run.metrics if line["kind"] == "layers"][-1], run.settings["lr"]
+        layers, label = np.arange(1, 1 + len(last["entropy"])), None if rate in named else f"learning rate {rate:g}"
+        named.add(rate)
+        for axes, values in zip(panels, (np.abs(last["gamma_attention"]), last["entropy"]), strict=True):
+            axes.plot(layers, values, "o-", color=colours[rate], linewidth=0.9, markersize=2.5, label=label)
+    for axes in panels:
+        axes.set(xlabel="layer", xticks=range(2, 1 + DEPTH, 4))
+    panels[0].set(yscale="log", ylabel="|γ| of the attention branch")
+    panels[1].set(ylabel="entropy of the attention (nats)", ylim=(0, None))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(rates))
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", nargs="*", default=["theory", "finals"], help="theory, finals; both by default")
+    parser.add_argument("pictures", nargs="*", default=PICTURES, help=f"of {', '.join(PICTURES)}; all of them by default")
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     parser.add_argument("--numbers", type=Path, default=Path("docs/results/explosion-race.json"))
     given = parser.parse_args()
-    if unknown := set(given.pictures) - {"theory", "finals"}:
-        parser.error(f"pictures must be theory or finals, got {', '.join(sorted(unknown))}")
+    if unknown := set(given.pictures) - set(PICTURES):
+        parser.error(f"pictures must be among {', '.join(PICTURES)}, got {', '.join(sorted(unknown))}")
     known = read_known()
-    if "finals" in given.pictures:
-        with apply_style():
-            save(draw_finals(known), given.out / "race-finals.png")
+    for name, draw in (("finals", draw_finals), ("branches", draw_branches)):
+        if name in given.pictures:
+            with apply_style():
+                save(draw(known), given.out / f"race-{name}.png")
     if "theory" in given.pictures:
         rows = [count_exploding(name, float(factor), given.samples) for name in ATTENTION for factor in FACTORS]
         with apply_style():

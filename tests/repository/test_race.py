@@ -116,6 +116,36 @@ def test_rates_are_tuned_again_at_full_length_from_each_start(race: ModuleType):
     assert {run.split("-full-")[1].split("-")[0] for run in runs if "-full-" in run} == {"tuned"}  # no choice was kept: one start
 
 
+def test_slower_gains_are_kept_if_they_lower_the_loss(race: ModuleType):
+    """Then the rate is tuned again, upward first."""
+
+    def search(gain: float) -> tuple[dict[str, Any], list[str]]:
+        runs: list[str] = []
+
+        def measure(name: str, settings: dict[str, Any]) -> float:
+            runs.append(name)
+            slow = settings.get("gain_lr") == 0.1
+            assert not slow or (settings["steps"], settings["seed"]) == (20_000, 0)
+            return abs(math.log2(settings["lr"] / (8e-3 if slow else 2e-3))) + (3.0 - 1.0 - gain if slow else 1.0)
+
+        best = race.slow_gains("recover-qk", measure)
+        return best, [run.removeprefix("recover-qk-full-slow-gains-") for run in runs if "slow-gains" in run]
+
+    best, runs = search(gain=3.5)
+    assert (best["gain_lr"], best["lr"], best["embedding_lr"]) == (0.1, 8e-3, 0.625)
+    assert runs == ["0.002", "0.004", "0.008", "0.016"]
+    best, runs = search(gain=0.5)
+    assert "gain_lr" not in best
+    assert (best["lr"], runs) == (2e-3, ["0.002"])
+
+
+def test_finals_have_the_settings_of_all_steps(race: ModuleType):
+    searches = {arm: race.choose_search("final", arm) for arm in race.ARMS}
+    assert {arm for arm, search in searches.items() if search is race.slow_gains} == {"recover-qk", "learn-qk"}
+    assert {arm for arm, search in searches.items() if search is race.lengthen} == {"preln-qk", "prerms-qk"}
+    assert [race.choose_search(what, "recover-qk") for what in ("tune", "lengthen", "slow")] == [race.tune, race.lengthen, race.slow_gains]
+
+
 def test_a_start_is_given_up_when_a_straight_line_stays_above_the_best(race: ModuleType):
     def search(goal: float, losses: dict[float, float]) -> tuple[float, list[float]]:
         made: list[float] = []
