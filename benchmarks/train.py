@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shaped.hf import ShapedConfig, ShapedForMaskedLM
+from shaped.process import quote_error
 from shaped.train.data.masking import MaskedBatches
 from shaped.train.step.config import StepConfig, StepSchedule
 from shaped.train.step.objectives.masked_lm import MaskedLoss
@@ -102,7 +103,7 @@ def attention_kernels(size: Size, device: torch.device) -> dict[str, float]:
                     times.append((time.perf_counter() - began) / 10)
             found[name.lower()] = 1e6 * statistics.median(times)
         except (RuntimeError, AttributeError) as error:
-            print(f"{name}: {str(error).splitlines()[0]}")
+            print(f"{name}: {quote_error(error)}")
     return found
 
 

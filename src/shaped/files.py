@@ -32,7 +32,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)  # it has its name already if Ctrl-C came just after that
         raise
 
 

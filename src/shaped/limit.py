@@ -143,7 +143,7 @@ def solve(
             function to call with the number of steps done since its last call; what it raises ends the simulation.
         check: estimate what the step does to the law at the horizon, by halving it on one of 32 samples: `info["step_effect"]`. A
             `StepWarning` says so where that is, by three standard errors of the estimate, more than the sampling error. By default where
-            `steps` is left out and there are at least 512 samples.
+            `steps` is left out and there are at least 512 samples. `progress` counts its steps too, as many again.
     """
     options = engine.RunOptions(
         samples=samples,
@@ -174,7 +174,7 @@ def solve(
     whole = make_steps(layer.terms, h)
     paths = engine.run(whole, V0, options, steps=steps, dt=h, info={"method": method, "steps": steps}, event=event)
     count = paths.V.shape[1] // 32
-    if check or (check is None and by_default and count >= 16):
+    if check or (check is None and by_default and count >= PAIRS):
         count = max(count, min(PAIRS, paths.V.shape[1]))
         starts = engine.prepare_start(V0, samples, dtype)
         starts = starts[:: len(starts) // count][:count].repeat_interleave(2, 0)

@@ -166,11 +166,13 @@ class Stream(Normals):
 @lru_cache(maxsize=64)
 def _places_below_diagonal(size: int, device: torch.device) -> Int[Tensor, " below"]:
     """Of a matrix that is a vector, row by row."""
-    rows, columns = torch.tril_indices(size, size, -1, device=device)
-    return size * rows + columns
+    with torch.inference_mode(False):  # kept for calls out of it
+        rows, columns = torch.tril_indices(size, size, -1, device=device)
+        return size * rows + columns
 
 
 @lru_cache(maxsize=256)
 def _copy_to_device(numbers: tuple[float, ...], device: torch.device) -> Float[Tensor, " numbers"]:
     """Copied once: while a CUDA graph is captured, nothing may be copied from the host."""
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+    with torch.inference_mode(False):  # kept for calls out of it
+        return torch.tensor(numbers, dtype=torch.float64, device=device)

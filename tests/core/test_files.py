@@ -30,6 +30,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_ctrl_c_after_the_last_step_of_a_write_is_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    replace = os.replace
+
+    def replace_and_interrupt(source: Path, target: Path) -> None:
+        replace(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", replace_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "written", lambda file: file.write(b"a"))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"a"]
+
+
 def test_json_lines_end_at_the_first_that_cannot_be_read(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     assert read_steps(path) == []

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shaped
+from shaped.engine.block import use_one_thread
 from shaped.process import count_cores
 from shaped.workers import LocalWorkers, dask_executor, open_executor
 
@@ -51,6 +52,37 @@ def test_processes_change_nothing():
         euler = [shaped.solve(BLOCK, V0, T=1.0, steps=4, samples=3000, seed=1, method="euler", executor=e) for e in (None, workers)]
         assert_same(*euler)
         assert int(euler[0].info["projections"]) > 0
+
+
+def test_simulations_in_threads_leave_the_number_of_threads_as_it_was():
+    """Also if one begins before another ends: torch's number for new threads is one for the whole process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    found: list[int] = []
+    begun, over = threading.Event(), threading.Event()
+
+    def first():
+        with use_one_thread():
+            begun.set()
+            over.wait()
+
+    def second():
+        begun.wait()
+        with use_one_thread():
+            over.set()
+            one.join()
+            with use_one_thread():  # as the page's simulations, one within another
+                pass
+            found.append(torch.get_num_threads())
+
+    try:
+        one, two = (threading.Thread(target=work) for work in (first, second))
+        one.start(), two.start(), two.join()
+        three = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        three.start(), three.join()
+        assert found == [1, 2]
+    finally:
+        torch.set_num_threads(before)
 
 
 def short_work(executor=None):

@@ -176,6 +176,16 @@ def test_a_config_that_cannot_be_read_is_refused_in_one_line(text, error):
     assert "\n" not in found["error"]
 
 
+def test_a_config_that_breaks_transformers_does_not_end_the_worker():
+    worker = Heard()
+    with mock.patch("shaped.explore.worker.read_values", side_effect=TypeError("no\nnumber")):
+        worker.hear({"job": 1, "unit": "config", "stage": 0, "values": {"text": "{}"}})
+        serve_next(worker)
+    assert [message["line"]["error"] for message in worker.said if "line" in message] == [
+        "config must be a model's, got one that is not: no number"
+    ]
+
+
 def test_the_answer_that_the_page_opens_with_is_what_a_worker_computes():
     """`python docs/building/explore_first_answer.py` writes it anew after a change of the panels."""
     values = parse_question({}).values

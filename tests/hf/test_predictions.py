@@ -227,6 +227,9 @@ def test_bad_files_are_refused_by_the_field(tmp_path, text, words):
         predict(tmp_path, 4, samples=2)
 
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -235,6 +238,7 @@ def test_bad_files_are_refused_by_the_field(tmp_path, text, words):
         (LlamaConfig(**TINY, num_key_value_heads=3), ["num_key_value_heads must divide", "3"]),
         (LlamaConfig(**TINY, initializer_range=0.0), ["initializer_range must be positive", "0"]),
         (LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), ["rope_type", "'dynamic'"]),
+        (LlamaConfig(**TINY, rope_parameters=DEFAULT_ROPE | {"partial_rotary_factor": None}), ["partial_rotary_factor must be", "None"]),
         (
             Qwen2Config(**TINY, num_key_value_heads=1, layer_types=["full_attention", "chunked_attention"]),
             ["layer_types", "'chunked_attention'", "layer 1"],

@@ -125,6 +125,22 @@ def test_ropes_are_kept_as_numbers():
     assert repr(shaped.ShapedAttention(0.5, rope=10000.0)) == "ShapedAttention(gamma=0.5, rope=10000.0)"
 
 
+def test_tables_that_are_kept_do_not_depend_on_the_mode_of_their_first_call():
+    """Tensors of inference mode, or of a default device without numbers, would break every later call that meets them."""
+    layer, V0 = shaped.ShapedAttention(0.5, rope=(1.0, 0.375)), shaped.equicorrelated(3, 0.2)  # frequencies of no other test
+    with torch.inference_mode():
+        layer.drift(V0)
+        layer.noise(V0, torch.Generator().manual_seed(0))
+        shaped.propagate(layer, V0, n=8, n_k=4, d=1, samples=2, seed=0)
+    layer.module(8, 4).double()(torch.ones(3, 8, dtype=torch.float64)).sum().backward()
+    leaf = V0.clone().requires_grad_()
+    layer.drift(leaf).sum().backward()
+    layer.noise(leaf, torch.Generator().manual_seed(0)).sum().backward()
+    with torch.device("meta"):
+        tables = *rotation_of_places(3, (1.0, 0.3125)), lag_modes((1.0, 0.3125), 3), lag_similarity((1.0, 0.3125), 3)
+    assert {table.device.type for table in tables} == {"cpu"}
+
+
 def test_terms_of_different_logits_stay_apart():
     layers = [shaped.ShapedAttention(0.5, qk_norm=qk_norm, rope=rope) for qk_norm in (False, True) for rope in (None, 100.0, (1.0, 0.1))]
     assert len(Chain(*layers, *layers).terms) == 7

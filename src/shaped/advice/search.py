@@ -89,7 +89,7 @@ def advise(
     least = count_for_proof(asked.share)
     trial = Trial(asked.share, least if samples is None else whole_number("samples", samples, least))
     began = time.perf_counter()
-    ledger = Ledger(asked, whole_number("seed", seed, least=0), device, executor, progress, tell)
+    ledger = Ledger(asked, whole_number("seed", seed, least=0, most=math.inf), device, executor, progress, tell)
     found: dict[float, dict[str, int]] = {}
     for one in temperatures:
         below = find_boundary(lambda gamma, t=one: is_good(ledger.search(Place("limit", gamma, t), FEW_PATHS), share), grid)

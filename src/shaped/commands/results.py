@@ -1,4 +1,4 @@
-"""What `simulate` and `converge` leave: a JSON file and a picture on disk first, then a table on the console."""
+"""What the commands that simulate leave: a JSON file and a picture on disk first, then a table on the console."""
 
 from __future__ import annotations
 

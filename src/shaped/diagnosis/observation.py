@@ -205,7 +205,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def describe_batch(batch: Any) -> str:
-    """Names and shapes, for an error."""
+    """Names and shapes, for a message."""
     if isinstance(batch, Mapping):
         return ", ".join(f"{name} {describe_batch(value)}" for name, value in batch.items()) or "nothing"
     if isinstance(batch, tuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,15 +19,28 @@ BlockResult = tuple[Tensor, Tensor, int]
 """Recorded covariances, stopping times, number of events."""
 
 
+_lock = threading.Lock()
+_users, _before = 0, 1
+
+
 @contextmanager
 def use_one_thread() -> Iterator[None]:
-    """Within it torch computes on one thread: matrices here are small, and sums must not depend on the number of threads."""
-    threads = torch.get_num_threads()
+    """Within it torch computes on one thread: matrices here are small, and sums must not depend on the number of threads.
+
+    torch has a number for each thread of Python, and one that new threads begin with. The last user, of all threads, restores both.
+    """
+    global _users, _before
+    own = torch.get_num_threads()
+    with _lock:
+        _before = _before if _users else own
+        _users += 1
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        with _lock:
+            _users -= 1
+            torch.set_num_threads(own if _users else _before)
 
 
 @use_one_thread()

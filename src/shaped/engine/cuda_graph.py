@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shaped.engine.walk import Job, Walk
+from shaped.process import quote_error
 from shaped.randomness import Stream
 
 FEWEST = 16
@@ -28,7 +29,7 @@ def capture_walk(job: Job, V0: Float[Tensor, "batch m m"]) -> Walk | None:
         return CapturedWalk(job, V0)
     except RuntimeError as error:
         torch.cuda.synchronize()
-        warnings.warn(f"no CUDA graph, steps are launched one by one: {str(error).splitlines()[0]}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"no CUDA graph, steps are launched one by one: {quote_error(error)}", RuntimeWarning, stacklevel=2)
         return None
 
 

@@ -13,6 +13,7 @@ from shaped.explore.fields import Question
 from shaped.explore.first_answer import find_first_lines
 from shaped.explore.pool import Pool, WorkerLost
 from shaped.explore.units import STAGES
+from shaped.process import quote_error
 
 Line = dict[str, Any]
 END = object()
@@ -44,6 +45,8 @@ async def run_stage(pool: Pool, asked: Question, stage: int) -> AsyncGenerator[L
                     queue.put_nowait(line)
         except WorkerLost as error:
             queue.put_nowait({"kind": "error", "error": str(error)})
+        except Exception as error:  # else the page would wait for panels that never come
+            queue.put_nowait({"kind": "error", "error": f"{type(error).__name__}: {quote_error(error)}"})
         finally:
             queue.put_nowait(END)
 

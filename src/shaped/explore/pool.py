@@ -129,7 +129,7 @@ class Pool:
         place = stage, number
         if self._dead:  # what kept a worker from its start, such as a full memory, may be over
             self._dead = False
-            self._start_task(self._add_worker())
+            self._start_task(self.start())
         future = self._waiting[place] = asyncio.get_running_loop().create_future()
         self._dispatch()
         try:

@@ -92,7 +92,11 @@ class Worker:
 
     def answer(self, job: Job) -> None:
         if job["unit"] == "config":
-            self.say({"job": job["job"], "line": read_values(job["values"]["text"])})
+            try:
+                line = read_values(job["values"]["text"])
+            except Exception as error:  # transformers has several classes of errors for a field
+                line = {"error": f"config must be a model's, got one that is not: {quote_error(error)}"}
+            self.say({"job": job["job"], "line": line})
             return
         if job["stage"] and not self._warm:
             self._warm = warm_up()

@@ -84,12 +84,13 @@ def lag_similarity(rope: float | tuple[float, ...], lags: int) -> Float[Tensor, 
         nodes, weights = np.polynomial.legendre.leggauss(16)
         theta = rope ** (-((np.arange(panels)[:, None] + (nodes + 1.0) / 2.0) / panels).ravel())
         weight = np.tile(weights / (2.0 * panels), panels)
-    return torch.tensor([float(weight @ np.cos(theta * s)) for s in range(lags)], dtype=torch.float64)
+    with torch.inference_mode(False):  # kept for calls out of it
+        return torch.tensor([float(weight @ np.cos(theta * s)) for s in range(lags)], dtype=torch.float64, device="cpu")
 
 
 def lag_matrix(rope: float | tuple[float, ...], m: int, like: Tensor) -> Float[Tensor, "{m} {m}"]:
     r"""$\kappa(\alpha - \beta)$ for m tokens."""
-    place = torch.arange(m)
+    place = torch.arange(m, device="cpu")
     return lag_similarity(rope, m)[(place[:, None] - place).abs()].to(like)
 
 
@@ -100,8 +101,9 @@ def lag_modes(rope: float | tuple[float, ...], m: int) -> Float[Tensor, "modes {
     They are the eigenvectors of the Toeplitz matrix of $\kappa$ on the 2m - 1 lags, times the roots of their eigenvalues. There are at most
     2m - 1 of them, and far fewer for many tokens: the eigenvalues fall fast.
     """
-    lags = torch.arange(2 * m - 1)
-    values, vectors = torch.linalg.eigh(lag_similarity(rope, 2 * m - 1)[(lags[:, None] - lags).abs()])
-    kept = values > NEGLIGIBLE * values[-1]
-    place = torch.arange(m)
-    return (vectors[:, kept] * values[kept].sqrt()).mT[:, place[:, None] - place + m - 1]
+    with torch.inference_mode(False), torch.device("cpu"):  # kept for calls out of it
+        lags = torch.arange(2 * m - 1)
+        values, vectors = torch.linalg.eigh(lag_similarity(rope, 2 * m - 1)[(lags[:, None] - lags).abs()])
+        kept = values > NEGLIGIBLE * values[-1]
+        place = torch.arange(m)
+        return (vectors[:, kept] * values[kept].sqrt()).mT[:, place[:, None] - place + m - 1]

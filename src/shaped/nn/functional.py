@@ -50,9 +50,13 @@ def rotary_frequencies(
 
 @lru_cache(maxsize=8)
 def rotation_of_places(m: int, frequencies: tuple[float, ...]) -> tuple[Float[Tensor, "m pairs"], Float[Tensor, "m pairs"]]:
-    r"""Cosine and sine of the angles $\alpha\,\theta_i$ of m tokens at the places 0 … m - 1, in double precision."""
-    angles = torch.arange(m, dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
-    return angles.cos(), angles.sin()
+    r"""Cosine and sine of the angles $\alpha\,\theta_i$ of m tokens at the places 0 … m - 1, in double precision.
+
+    They are kept for later calls, so they must not depend on the caller's inference mode and default device.
+    """
+    with torch.inference_mode(False), torch.device("cpu"):
+        angles = torch.arange(m, dtype=torch.float64)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+        return angles.cos(), angles.sin()
 
 
 def rotate(

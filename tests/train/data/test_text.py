@@ -82,6 +82,15 @@ def test_a_long_row_of_a_dataset_comes_in_pieces_too(monkeypatch: pytest.MonkeyP
         next(found)
 
 
+def test_a_dataset_that_fails_without_a_word_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def fail(*names: str, **how: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with refused("text must be a file or a dataset", "owner/name"):
+        next(read_lines("owner/name"))
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_an_archive_that_unpacks_to_much_more_is_refused(tmp_path: Path, suffix: str):
     """A word without end, of 64 MiB in some kilobytes; what was unpacked of it until then stays small."""

@@ -1,10 +1,7 @@
 """Page: one figure or table of the report.
 
-How to add a page:
-
-1. Write a module in `figures/pages/` with the six names of `Page`. Its file name is its id. `pages/fig7.py` is the shortest.
-2. Put the id into `FIGURES` in `harness/reproduce.py`, or into `TRAINED` if it reads finished training runs.
-3. Add tiny settings to `tests/figures/tiny.py`, and what it draws to `tests/figures/test_pictures.py`.
+A page is a module in `figures/pages/` with the six names of `Page`, and its file name is its id. `pages/fig7.py` is the shortest.
+CONTRIBUTING.md, "A new figure", lists the other places that a new one needs.
 
 Thresholds of claims are constants of the module, with their source, fixed before the first run; `claims.judge` holds an interval against
 them. Code that two pages need goes to `figures/shared/`: a page never imports another page.

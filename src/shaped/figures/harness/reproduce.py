@@ -26,7 +26,7 @@ from shaped.process import count_cores, suggest_install
 PAGES = "shaped.figures.pages"
 SCALES = ("quick", "paper")
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig7", "fig8", "output", "masks", "gradients")
-"""Ids of pages, in the order of the report: modules in `figures/pages`. This is the only module that knows pages by name."""
+"""Ids of pages, in the order of the report: modules in `figures/pages`. Beside the command's help, only this module knows pages by name."""
 TRAINED = ("fig6", "table1", "table2")
 """Pages that read finished training runs. They come after FIGURES."""
 

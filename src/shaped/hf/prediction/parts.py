@@ -130,7 +130,7 @@ def read_rope(config: PreTrainedConfig, head_width: int, layer_type: str | None 
     rope = rope.get(layer_type) if layer_type is not None and isinstance(rope, dict) else rope
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters must have the entries rope_type and rope_theta, got {rope!r}")
-    kind, share = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+    kind, share = rope.get("rope_type", "default"), positive("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_parameters must have a rope_type among {', '.join(ROPE_TYPES)}, got {kind!r}")
     base = positive("rope_theta", rope.get("rope_theta"))

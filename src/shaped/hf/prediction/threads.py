@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from shaped.engine.block import use_one_thread
 from shaped.engine.progress import progress_bar
 
 Report = Callable[[], bool]
@@ -33,15 +34,13 @@ def run_blocks(
             return not stop.is_set()
 
         def work(block: int) -> dict[str, Tensor]:
-            torch.set_num_threads(1)  # sums must not depend on the number of threads
-            return run_block(block, min(size, samples - block * size), report)
+            with use_one_thread():
+                return run_block(block, min(size, samples - block * size), report)
 
-        before = torch.get_num_threads()
         pool = ThreadPoolExecutor(threads)
         try:
             parts = list(pool.map(work, range(blocks)))
         finally:
             stop.set()  # after Ctrl-C the threads end with their current layer
             pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(before)
     return {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}

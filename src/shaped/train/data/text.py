@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from shaped.process import suggest_install
+from shaped.process import quote_error, suggest_install
 
 Line = str | None
 """A paragraph, or None where a document ends."""
@@ -179,7 +179,7 @@ def _read_dataset(source: str) -> Iterator[Line]:
     try:
         rows = load_dataset(name, configuration or None, split="train", streaming=True)
     except Exception as error:
-        raise ValueError(f"text must be a file or a dataset that can be loaded, got {source!r}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"text must be a file or a dataset that can be loaded, got {source!r}: {quote_error(error)}") from None
     for row in rows:
         if not isinstance(row.get("text"), str):
             raise ValueError(f"text must be a dataset with a column 'text' of texts, got {source!r} with {', '.join(row)}")

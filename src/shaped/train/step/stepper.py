@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shaped.nn.schedules import Shapeable
+from shaped.process import quote_error
 from shaped.train.step.attention_backends import attention_backend
 from shaped.train.step.config import StepConfig, StepSchedule
 from shaped.train.step.direct_gradients import install_direct_embeddings, install_direct_linears
@@ -195,7 +196,7 @@ class Stepper:
         except RuntimeError as error:
             torch.cuda.synchronize()
             self._graphs = False
-            self.log(f"no CUDA graph, steps are launched one by one: {str(error).splitlines()[0]}")
+            self.log(f"no CUDA graph, steps are launched one by one: {quote_error(error)}")
 
     def _take_step(self) -> None:
         batch = tuple(buffer.index_select(0, self._slot)[0] for buffer in self._batches)
@@ -246,7 +247,7 @@ class Stepper:
         if self.loss is self.eager_loss or not (ours or isinstance(error, TorchDynamoException)):
             raise error
         self.loss, self._update = self.eager_loss, self._optimiser.update
-        self.log(f"not compiled, which is slower: {' '.join(str(error).split())[:200]}")
+        self.log(f"not compiled, which is slower: {quote_error(error)}")
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
