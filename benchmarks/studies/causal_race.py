@@ -1,6 +1,7 @@
 """The causal part of docs/race.md: the protocol as a program.
 
     python benchmarks/studies/causal_race.py tune --data data-1024 --out runs/causal --minutes 9
+    python benchmarks/studies/causal_race.py choose --data data-1024 --out runs/causal --minutes 9
     python benchmarks/studies/causal_race.py final --data data-1024 --out runs/causal --minutes 9
     python benchmarks/studies/causal_race.py sample --out runs/causal
     python benchmarks/studies/causal_race.py table --write
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import race
 import race_tables
 import torch
-from race import Measure, OutOfTime, RunRecord, Track
+from race import Choice, Measure, OutOfTime, RunRecord, Track
 
 FILES = "causal-race*.json"
 ARMS = ("recover-qk", "preln-qk", "prerms-qk")  # the best three of the masked race
@@ -29,6 +31,11 @@ SHAPE: dict[str, Any] = {"objective": "causal", "positions": "rope", "depth": 12
 TUNING = race.TUNING | SHAPE
 FINAL: dict[str, Any] = SHAPE | {"steps": 10_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 0}
 SEEDS = (1, 2)
+CHOICES: dict[str, tuple[Choice, ...]] = {  # as many for each arm; none was tried in the first finals
+    "recover-qk": (race.SLOW_GAINS, race.GAMMA),
+    "preln-qk": (race.QK_GAIN, race.CLIP),
+    "prerms-qk": (race.QK_GAIN, race.CLIP),
+}
 PROMPTS = ("The history of the city begins", "She opened the door and", "The experiment shows that")
 
 
@@ -42,57 +49,75 @@ def read_masked_settings(arm: str) -> dict[str, Any]:
     """Those of the best run of 20,000 steps in the tuning of the masked race."""
     start = f"{STARTS.get(arm, arm)}-full-"
     runs = [run for name, run in read_masked().items() if name.startswith(start)]
-    best = min(runs, key=lambda run: race.DIVERGED if run.result is None else run.result.test_loss)
+    best = min(runs, key=race.read_loss)
     choices = race.read_choices(best)
     return race.set_rate(race.ARMS[arm].settings | choices, choices["lr"])
 
 
 def tune(arm: str, measure: Measure) -> dict[str, Any]:
     """The masked race's settings with the best rate for causal models, found from the masked one by factors of 2 until it is inside."""
+    return search_rate(arm, measure)[1]
+
+
+def search_rate(arm: str, measure: Measure) -> tuple[float, dict[str, Any]]:
+    """The settings of `tune`, after their loss."""
     start = read_masked_settings(arm)
 
     def run(rate: float) -> float:
         return measure(f"causal-{arm}-{rate:g}", TUNING | race.set_rate(start, rate))
 
     losses = {start["lr"]: run(start["lr"])}
-    return race.set_rate(start, race.extend(losses, run))
+    rate = race.extend(losses, run)
+    return losses[rate], race.set_rate(start, rate)
+
+
+def choose(arm: str, measure: Measure) -> dict[str, Any]:
+    """Those of `tune` with the free choices that lower the loss."""
+    loss, tuned = search_rate(arm, measure)
+    return race.choose(f"causal-{arm}", CHOICES[arm], tuned, loss, lambda name, settings: measure(name, TUNING | settings))
+
+
+def name_final(arm: str, settings: dict[str, Any], seed: int) -> str:
+    """The first finals had no choices."""
+    chosen = settings.items() - race.set_rate(read_masked_settings(arm), settings["lr"]).items()
+    return f"causal-{arm}-{'chosen' if chosen else 'final'}-{settings['lr']:g}-{seed}"
 
 
 def make_tables(known: dict[str, RunRecord]) -> str:
-    """Markdown: test losses of tuning by arm and rate, the finals, the lead."""
+    """Markdown: test losses of tuning by arm and rate, and of choices, the finals, the lead."""
     tuning, finals, groups = list[list[str]](), list[list[str]](), list[race_tables.LongRuns]()
     for arm in ARMS:
-        mine = {name: run for name, run in known.items() if name.startswith(f"causal-{arm}-")}
-        short = {run.settings["lr"]: run for run in mine.values() if run.settings["steps"] == TUNING["steps"]}
-        losses = {rate: race.DIVERGED if run.result is None else run.result.test_loss for rate, run in short.items()}
-        if losses:
-            tuning.append([f"`{arm}`", ", ".join(f"{rate:g}: {losses[rate]:.3f}" for rate in sorted(losses)), f"{len(losses)}"])
-        long = [run for run in mine.values() if run.settings["steps"] == FINAL["steps"] and (run.result is not None or run.why)]
-        if long:
-            finals.append(_format_finals(arm, long))
-            groups.append(race_tables.LongRuns(arm, "", False, long))
+        mine = {name.removeprefix(f"causal-{arm}-"): run for name, run in known.items() if name.startswith(f"causal-{arm}-")}
+        short = {name: race.read_loss(run) for name, run in mine.items() if run.settings["steps"] == TUNING["steps"]}
+        rates = sorted((name for name in short if race_tables.is_rate(name)), key=float)
+        others = sorted(short.keys() - set(rates))  # the choices by their numbers, then the rates again
+        if short:
+            cells = (", ".join(f"{name}: {short[name]:.3f}" for name in names) for names in (rates, others))
+            tuning.append([f"`{arm}`", *cells, f"{len(short)}"])
+        for kind in ("final", "chosen"):
+            long = [run for name, run in mine.items() if name.startswith(f"{kind}-") and (run.result is not None or run.why)]
+            if long:
+                settings = race_tables.format_settings(race.read_choices(long[0]))
+                finals.append([f"`{arm}`", settings, *_format_finals(long)])
+                groups.append(race_tables.LongRuns(arm, settings, False, long))
     lead = [race_tables.format_lead(sorted(groups, key=lambda group: group.mean))]
     tables = zip((TUNED, FINALS, LEAD), (tuning, finals, lead), strict=True)
     return "\n\n".join(race_tables.format_table(head, rows) for head, rows in tables)
 
 
-TUNED = ["arm", "test loss by rate", "runs"]
-FINALS = ["arm", "rate", "seeds", "test loss", "95 % interval", "ms a step", "bits a byte"]
+TUNED = ["arm", "test loss by rate", "of choices", "runs"]
+FINALS = ["arm", "settings", "seeds", "test loss", "95 % interval", "ms a step", "bits a byte"]
 LEAD = ["best causal shaped arm", *race_tables.LEAD[1:]]
 
 
-def _format_finals(arm: str, runs: list[RunRecord]) -> list[str]:
-    losses = [race.DIVERGED if run.result is None else run.result.test_loss for run in runs]
+def _format_finals(runs: list[RunRecord]) -> list[str]:
+    losses = [race.read_loss(run) for run in runs]
     bits = [[line["bits_per_byte"] for line in run.metrics if line["kind"] == "test"][-1] for run in runs if run.result is not None]
     pace = statistics.median(race_tables.milliseconds_a_step(run, CONTEXT) for run in runs)
     seeds = ", ".join(str(run.settings["seed"]) for run in runs)
-    rate = f"{runs[0].settings['lr']:g}"
-    mean = statistics.mean(losses)
     return [
-        f"`{arm}`",
-        rate,
         seeds,
-        f"{mean:.3f}",
+        f"{statistics.mean(losses):.3f}",
         race_tables.format_interval(losses),
         f"{pace:.2f}",
         f"{statistics.mean(bits):.3f}" if bits else "",
@@ -118,7 +143,7 @@ def write_sample(run: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "final", "sample", "table"))
+    parser.add_argument("what", choices=("tune", "choose", "final", "sample", "table"))
     parser.add_argument("arms", nargs="*", default=ARMS, help=f"of {', '.join(ARMS)}; all of them by default")
     parser.add_argument("--data", type=Path, default=Path("data-1024"))
     parser.add_argument("--out", type=Path, default=Path("runs/causal"))
@@ -134,22 +159,24 @@ def main() -> None:
             race_tables.write_tables(race_tables.RESULTS.parent / "race.md", tables)
     elif given.what == "sample":
         for arm in given.arms:
-            models = sorted(given.out.glob(f"causal-{arm}-final-*/model.safetensors"))
-            for model in models[:1]:
-                write_sample(model.parent)
+            for kind in ("final", "chosen"):
+                models = sorted(given.out.glob(f"causal-{arm}-{kind}-*/model.safetensors"))
+                for model in models[:1]:
+                    write_sample(model.parent)
     else:
-        _make_runs(Track(given.data, given.out, given.minutes, FILES), given.arms, final=given.what == "final")
+        search = tune if given.what == "tune" else choose
+        _make_runs(Track(given.data, given.out, given.minutes, FILES), given.arms, search, final=given.what == "final")
 
 
-def _make_runs(track: Track, arms: tuple[str, ...], final: bool) -> None:
+def _make_runs(track: Track, arms: tuple[str, ...], search: Callable[[str, Measure], dict[str, Any]], final: bool) -> None:
     try:
         found = dict[str, dict[str, Any]]()
         for arm in arms:
-            found[arm] = tune(arm, track.measure)
+            found[arm] = search(arm, track.measure)
             print(f"{arm}: {found[arm]}", flush=True)
         for seed in SEEDS if final else ():  # seed by seed: if the time is over, the arms have equally many
             for arm, settings in found.items():
-                track.measure(f"causal-{arm}-final-{settings['lr']:g}-{seed}", FINAL | settings | {"seed": seed, "save_model": True})
+                track.measure(name_final(arm, settings, seed), FINAL | settings | {"seed": seed, "save_model": True})
     except OutOfTime as error:
         print(f"{error}: the same command goes on", flush=True)
 

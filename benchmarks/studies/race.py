@@ -91,15 +91,19 @@ def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
     arm = ARMS[name]
     losses = {rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)) for rate in RATES}
     rate = extend(losses, lambda rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)))
-    best, kept = losses[rate], set_rate(arm.settings, rate)
-    changed = False
-    for number, (label, change) in enumerate(arm.choices if free else (), 1):
+    return choose(name, arm.choices if free else (), set_rate(arm.settings, rate), losses[rate], measure)
+
+
+def choose(name: str, choices: tuple[Choice, ...], kept: dict[str, Any], best: float, measure: Measure) -> dict[str, Any]:
+    """These settings, whose loss is `best`, with each choice that lowers the loss, and, if one was kept, again the best learning rate."""
+    start = kept
+    for number, (label, change) in enumerate(choices, 1):
         loss = measure(f"{name}-{number}-{label}", kept | change)
         if loss < best:
-            best, kept, changed = loss, kept | change, True
-    if not changed:
-        return kept
-    rate = extend({rate: best}, lambda rate: measure(f"{name}-again-{rate:g}", set_rate(kept, rate)))
+            best, kept = loss, kept | change
+    if kept == start:
+        return start
+    rate = extend({kept["lr"]: best}, lambda rate: measure(f"{name}-again-{rate:g}", set_rate(kept, rate)))
     return set_rate(kept, rate)
 
 
@@ -182,7 +186,12 @@ def find_loss(known: dict[str, RunRecord], name: str, settings: dict[str, Any]) 
         # Records of older runs lack the settings that came later; they had today's defaults.
         if (there := found.settings.get(key, DEFAULTS[key])) != value and not _is_close(there, value):
             raise ValueError(f"{name} must have been made with {key} = {value}, got {there} in its record")
-    return DIVERGED if found.result is None else found.result.test_loss
+    return read_loss(found)
+
+
+def read_loss(run: RunRecord) -> float:
+    """Of a run that has ended: its test loss, ln 32,000 if it diverged."""
+    return DIVERGED if run.result is None else run.result.test_loss
 
 
 def _is_close(one: Any, other: Any) -> bool:

@@ -13,7 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from race import ARMS, DIVERGED, FINAL, LONG, RATES, RESULTS, TOKENS, TUNING, Missing, find_loss, read_choices, read_known, set_rate, tune
+from race import (
+    ARMS,
+    FINAL,
+    LONG,
+    RATES,
+    RESULTS,
+    TOKENS,
+    TUNING,
+    Missing,
+    find_loss,
+    read_choices,
+    read_known,
+    read_loss,
+    set_rate,
+    tune,
+)
 from scipy import stats
 
 from shaped.figures.harness.claims import mean_interval
@@ -25,7 +40,7 @@ MOST_CHOICES = max(len(arm.choices) for arm in ARMS.values())
 
 def make_tables(known: dict[str, RunRecord]) -> str:
     """Markdown: losses by learning rate with the sensitivity, the free choices, the runs of the finals' length, the lead."""
-    rates = sorted({float(name.removeprefix(f"{arm}-")) for arm in ARMS for name in known if _is_rate(name.removeprefix(f"{arm}-"))})
+    rates = sorted({float(name.removeprefix(f"{arm}-")) for arm in ARMS for name in known if is_rate(name.removeprefix(f"{arm}-"))})
     by_rate = [_format_rates(known, name, rates) for name in ARMS]
     by_choice = [_format_choices(known, name) for name in ARMS]
     heads = (
@@ -52,7 +67,7 @@ class LongRuns:
 
     @property
     def losses(self) -> list[float]:
-        return [DIVERGED if run.result is None else run.result.test_loss for run in self.runs]
+        return [read_loss(run) for run in self.runs]
 
     @property
     def mean(self) -> float:
@@ -66,7 +81,7 @@ def group_long_runs(known: dict[str, RunRecord]) -> list[LongRuns]:
         if run.settings["steps"] == FINAL["steps"] and (run.result is not None or run.why):
             arm = max((arm for arm in ARMS if name.startswith(f"{arm}-")), key=len)
             is_tuning = run.settings["seed"] == LONG["seed"]
-            groups.setdefault((arm, _format_settings(read_choices(run)), is_tuning), []).append(run)
+            groups.setdefault((arm, format_settings(read_choices(run)), is_tuning), []).append(run)
     return sorted((LongRuns(*key, runs) for key, runs in groups.items()), key=lambda group: group.mean)
 
 
@@ -150,23 +165,23 @@ def _format_choices(known: dict[str, RunRecord], name: str) -> list[str]:
         label = run.removeprefix(f"{name}-")
         if label.startswith("again-"):
             again.append(f"{label.removeprefix('again-')} {loss:.3f}")
-        elif not _is_rate(label):
+        elif not is_rate(label):
             cells.append(f"{ARMS[name].choices[len(cells)][0]} {loss:.3f}")
         return loss
 
     try:
         tuned = {key: value for key, value in tune(name, look_up).items() if key not in ARMS[name].settings}
-        chosen = _format_settings(tuned)
+        chosen = format_settings(tuned)
     except Missing:
         chosen = "not finished"
     return [f"`{name}`", *cells, *[""] * (MOST_CHOICES - len(cells)), ", ".join(again), chosen] if cells else []
 
 
-def _format_settings(settings: dict[str, Any]) -> str:
+def format_settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} = {value:.4g}" if isinstance(value, float) else f"{key} = {value}" for key, value in settings.items())
 
 
-def _is_rate(text: str) -> bool:
+def is_rate(text: str) -> bool:
     return text.replace(".", "", 1).replace("e-", "", 1).isdigit()
 
 

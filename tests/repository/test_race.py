@@ -192,6 +192,30 @@ def test_causal_arms_keep_the_masked_settings_but_the_rate(causal_race: ModuleTy
             assert (made.objective, made.positions, made.steps, made.seed) == ("causal", "rope", 4000, 0)
 
 
+def test_causal_arms_have_as_many_choices_and_finals_of_their_own(causal_race: ModuleType):
+    """Runs by name: where no choice lowers the loss, the finals are the first ones."""
+    assert {len(choices) for choices in causal_race.CHOICES.values()} == {2}
+    assert causal_race.CHOICES.keys() == set(causal_race.ARMS)
+    runs: list[str] = []
+
+    def search(arm: str, gain: float) -> dict[str, Any]:
+        def measure(name: str, settings: dict[str, Any]) -> float:
+            runs.append(name.removeprefix(f"causal-{arm}-"))
+            assert settings["objective"] == "causal"
+            slow = settings.get("gain_lr") == 0.1
+            return abs(math.log2(settings["lr"] / (8e-3 if slow else 4e-3))) + (gain if slow else 1.0) + (settings.get("gamma") == 0.2)
+
+        return causal_race.choose(arm, measure)
+
+    chosen = search("recover-qk", gain=-1.0)
+    assert (chosen["gain_lr"], chosen.get("gamma"), chosen["lr"]) == (0.1, None, 8e-3)
+    assert runs == ["0.002", "0.001", "0.004", "0.008", "1-slow-gains", "2-gamma", "again-0.002", "again-0.008", "again-0.016"]
+    assert causal_race.name_final("recover-qk", chosen, 2) == "causal-recover-qk-chosen-0.008-2"
+    plain = search("recover-qk", gain=2.0)
+    assert "gain_lr" not in plain
+    assert causal_race.name_final("recover-qk", plain, 1) == "causal-recover-qk-final-0.004-1"
+
+
 def test_a_record_with_other_settings_is_refused(race: ModuleType, known: dict[str, Any]):
     assert race.find_loss(known, "recover-0.001", {"lr": 1e-3, "steps": 4000}) == pytest.approx(5.065, abs=1e-3)
     with pytest.raises(ValueError, match=r"recover-0\.001 must have been made with steps = 20, got 4000"):
