@@ -44,6 +44,10 @@ def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Ten
 
 def draw_start(V0: Float[Tensor, "batch m m"], n: int, stream: Stream) -> Float[Tensor, "batch m n"]:
     """Tokens with covariance V0. V0 determines them up to a rotation of the features, which is drawn uniformly."""
-    Q, R = torch.linalg.qr(stream.normal(len(V0), n, V0.shape[-1]))
-    directions = Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # without this the signs of Q are LAPACK's choice, not uniform
-    return math.sqrt(n) * factor(V0).contiguous() @ directions.mT
+    return math.sqrt(n) * factor(V0).contiguous() @ draw_directions(len(V0), V0.shape[-1], n, stream)
+
+
+def draw_directions(batch: int, m: int, n: int, stream: Stream) -> Float[Tensor, "batch m n"]:
+    """m orthonormal rows of n features, in a uniform rotation."""
+    Q, R = torch.linalg.qr(stream.normal(batch, n, m))
+    return (Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]).mT  # without the sign Q's signs are LAPACK's choice, not uniform

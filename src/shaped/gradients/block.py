@@ -105,11 +105,7 @@ class Networks:
 
     def go_back(self, through: Pass, D: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradient with respect to the tokens that entered, and the squared norms of those with respect to the weights."""
-        X, Y, drawn = through
-        D, *others = torch.autograd.grad(Y, [X, *drawn.values()], D)
-        squares = self.products.squares | {name: G.square().sum((-2, -1)) for name, G in zip(drawn, others, strict=True)}
-        self.products.squares = {}
-        return D, squares
+        return self.products.go_back(*through, D)
 
 
 @engine.use_one_thread()

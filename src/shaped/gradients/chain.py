@@ -54,9 +54,7 @@ def backpropagate_chain(
         forward.rewind(state)
         X = X.detach().requires_grad_()
         Y, drawn = layer.run(X, products)
-        D, *others = torch.autograd.grad(Y, [X, *drawn.values()], D)
-        squares = products.squares | {name: G.square().sum((-2, -1)) for name, G in zip(drawn, others, strict=True)}
-        products.squares = {}
+        D, squares = products.go_back(X, Y, drawn, D)
         tokens.append(D.square().sum((-2, -1)))
         weights.append(squares)
         advance()

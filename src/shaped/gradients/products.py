@@ -59,6 +59,16 @@ class Products:
         """Products of this X have this basis."""
         self._last = X, ticket, F
 
+    def go_back(self, X: Tokens, Y: Tokens, drawn: dict[str, Tensor], D: Tokens) -> tuple[Tokens, dict[str, Float[Tensor, " batch"]]]:
+        """From the gradient D with respect to Y, computed from X, to that with respect to X and the squared norms of those of the matrices.
+
+        `drawn` are matrices with all their entries, by name.
+        """
+        D, *others = torch.autograd.grad(Y, [X, *drawn.values()], D)
+        squares = self.squares | {name: G.square().sum((-2, -1)) for name, G in zip(drawn, others, strict=True)}
+        self.squares = {}
+        return D, squares
+
     def forget(self) -> None:
         """Forgets the last X. No later product has it."""
         self._last = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shaped.checks import as_tensor, check_bool, positive, whole_number
 from shaped.covariance import Matrix, check_covariance, factor, inverse_length, match_layout, product
-from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual
+from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual, count_at_once
 from shaped.layers.logits import LogitPerturbation
 from shaped.layers.masks import Mask, check_mask, describe_mask, head_masks
 from shaped.layers.rope import Rope, check_rope, check_rope_width, describe_rope, find_frequencies
@@ -186,7 +186,7 @@ class ShapedAttention(ResidualLayer):
         batch, m = len(L), L.shape[-1]
         cos, sin = (part.to(L) for part in rotation_of_places(m, find_frequencies(self.rope, n_k)))
         logits = L.new_empty(batch, m, m)
-        few = max(1, (2**16 if L.device.type == "cpu" else 2**26) // (m * n_k))  # so many samples fit into the CPU's cache
+        few = max(1, count_at_once(L.device) // (m * n_k))
         for first in range(0, batch, few):
             part = L[first : first + few].contiguous()
             queries, keys = part @ stream.rows(part, m, n_k), part @ stream.matrices(part, m, n_k)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shaped.checks import finite, in_range, positive, whole_number
 from shaped.covariance import Point
-from shaped.layers.branches import CACHE, MEMORY, Branch, Covariance, Entropy, Rows, Weights, check_weights
+from shaped.layers.base import count_at_once
+from shaped.layers.branches import Branch, Covariance, Entropy, Rows, Weights, check_weights
 from shaped.layers.masks import Mask, check_mask, describe_mask
 from shaped.layers.normalisation import Norm, check_norm
 from shaped.layers.rope import Rope, check_rope, check_rope_width, describe_rope, find_frequencies
@@ -137,7 +138,7 @@ class AttentionBranch(Branch):
 
     def split(self, m: int, device: torch.device) -> tuple[int, int, int]:
         """How many samples, groups of heads, and heads of a group are drawn at once, so that their queries and logits stay in the cache."""
-        heads = max(1, (CACHE if device.type == "cpu" else MEMORY) // (m * max(m, self.head_width)))
+        heads = max(1, count_at_once(device) // (m * max(m, self.head_width)))
         if self.qk_norm_over == "all":
             return max(1, heads // self.heads), self.groups, self.share
         return max(1, heads // self.heads), min(self.groups, max(1, heads // self.share)), min(self.share, heads)

@@ -46,6 +46,11 @@ class Sizes:
         return self.n // heads if self.n_k is None else self.n_k
 
 
+def count_at_once(device: torch.device) -> int:
+    """How many features are drawn at once: on a CPU so few that they stay in its cache, on a GPU so many that its products are fast."""
+    return 2**16 if device.type == "cpu" else 2**26
+
+
 class Layer(ABC):
     """A layer of the theory. `a >> b` is the network that applies a, then b; its limit is the sum of theirs."""
 

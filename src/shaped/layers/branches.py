@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shaped.checks import check_bool, in_range, whole_number
 from shaped.covariance import Point
+from shaped.layers.base import count_at_once
 from shaped.nn.activations import Activation
 from shaped.nn.activations.functions import FUNCTIONS
 from shaped.nn.random_blocks import RandomMLP
@@ -22,11 +23,6 @@ from shaped.randomness import Stream
 Covariance = Float[Tensor, "batch m m"]
 Rows = Float[Tensor, "batch m k"]
 Entropy = Float[Tensor, " batch"]
-
-CACHE = 2**16
-"""Features that are drawn at once for a sample, on a CPU: they stay in its cache until their Gram matrix is taken."""
-MEMORY = 2**26
-"""The same on a GPU, where large products are fast."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class FeedForwardBranch(Branch):
         r"""A draw of $H H^\top$, $H = \phi(F Z)$ or $\phi(F Z) \circ F Z'$. The features are drawn in parts that fit into the cache."""
         batch, m, k = F.shape
         K, phi = F.new_zeros(batch, m, m), self.function
-        budget = CACHE if F.device.type == "cpu" else MEMORY
+        budget = count_at_once(F.device)
         width = min(self.hidden, max(1, budget // m))
         few = max(1, budget // (m * width))
         for first in range(0, batch, few):

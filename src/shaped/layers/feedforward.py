@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shaped.checks import check_slope
 from shaped.covariance import Matrix, Point, factor, gram
-from shaped.layers.base import Factor, Layer, NoLimit, ResidualLayer, Sizes, Tokens, check_residual
+from shaped.layers.base import Factor, Layer, NoLimit, ResidualLayer, Sizes, Tokens, check_residual, count_at_once
 from shaped.layers.terms import Term, WeightNoise
 from shaped.nn.activations import Activation, Flow, LeakyReLU, ShapedActivation, ShapedReLU, check_activation
 from shaped.nn.networks import RandomFeedForward, RandomPerceptron, Residual
@@ -180,8 +180,7 @@ def activation_gram(L: Factor, n: int, activation: Activation, stream: Stream) -
     r"""A draw of $\frac{c}{n} \sigma(h)\sigma(h)^\top$, $h = L Z$ with m x n normals Z: a hidden layer's Gram matrix."""
     batch, m, k = L.shape
     K = L.new_empty(m, m, batch).permute(2, 0, 1) if L.stride(0) == 1 else L.new_empty(batch, m, m)
-    # A few samples at a time, so that their features fit into the CPU's cache.
-    few = max(1, (2**16 if L.device.type == "cpu" else 2**26) // (m * n))
+    few = max(1, count_at_once(L.device) // (m * n))
     for first in range(0, batch, few):
         part = L[first : first + few].contiguous()
         features = activation(part @ stream.normal(len(part), k, n))

@@ -69,7 +69,7 @@ def shaped_attention(
     not_padding = attn_mask.mT if is_causal and aligned and attn_mask is not None and _is_padding(attn_mask) else None
     if is_causal and (attn_mask is not None or not aligned) and not (attn_mask is None and positions is None and Q == 1):
         # The causal mask of the stock kernels assumes that query 0 is at key 0, and excludes any other mask.
-        attn_mask = _add_causal_mask(attn_mask, _index_queries(q, K, positions), K)
+        attn_mask = _add_causal_mask(attn_mask, index_queries(q, K, positions), K)
     causal = grouped = False  # under a compiler comparisons of sizes are symbolic, but the kernel needs a bool
     if is_causal and aligned and attn_mask is None:
         causal = True
@@ -165,7 +165,7 @@ def _repeat_for_heads(heads: int, values: Tensor) -> Tensor:
     return values if values.shape[-3] == heads else values.repeat_interleave(heads // values.shape[-3], -3)
 
 
-def _index_queries(q: Tensor, K: int, positions: Tensor | None) -> Tensor:
+def index_queries(q: Tensor, K: int, positions: Tensor | None) -> Tensor:
     """Each query's index among the keys, [Q, 1] or [batch, 1, Q, 1], to compare with the indices of the keys."""
     if positions is None:
         return torch.arange(K - q.shape[-2], K, device=q.device)[:, None]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shaped.checks import whole_number
-from shaped.nn.attention import check_arguments, check_tensors
+from shaped.nn.attention import check_arguments, check_tensors, index_queries
 from shaped.nn.attention_hooks import AttentionInputs
 
 
@@ -117,17 +117,13 @@ def attention_entropy(
         q, k = at_least_single(q), at_least_single(k)
         mask = at_least_single(attn_mask) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
         check_arguments(q, k, k, mask, scale=scale)
-        return _entropy(q, k, scale, is_causal, mask, block)
+        blocks = iterate_logits(q, k, scale=scale, is_causal=is_causal, attn_mask=mask, block=block)
+        return torch.cat([softmax_entropy(s) for _, s in blocks], -1)
 
 
 def at_least_single(x: Tensor) -> Tensor:
     """Single precision, or double where it is double already."""
     return x.double() if x.dtype == torch.float64 else x.float()
-
-
-def _entropy(q: Tensor, k: Tensor, scale: float | None, is_causal: bool, attn_mask: Tensor | None, block: int) -> Tensor:
-    blocks = iterate_logits(q, k, scale=scale, is_causal=is_causal, attn_mask=attn_mask, block=block)
-    return torch.cat([softmax_entropy(s) for _, s in blocks], -1)
 
 
 def softmax_entropy(s: Tensor) -> Tensor:
@@ -154,9 +150,7 @@ def iterate_logits(
     k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
     Q, K = q.shape[-2], k.shape[-2]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    if positions is None:
-        positions = torch.arange(K - Q, K, device=q.device)
-    positions = positions[:, None] if positions.ndim == 1 else positions[:, None, :, None]
+    places = index_queries(q, K, positions)
     for start in range(0, Q, block):
         rows = slice(start, min(start + block, Q))
         s = q[..., rows, :] @ k.mT * factor
@@ -164,7 +158,7 @@ def iterate_logits(
             mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., rows, :]
             s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
         if is_causal:
-            s = s.masked_fill(torch.arange(K, device=q.device) > positions[..., rows, :], -torch.inf)
+            s = s.masked_fill(torch.arange(K, device=q.device) > places[..., rows, :], -torch.inf)
         yield rows, s
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shaped.covariance import Point, factor
+from shaped.engine.start import draw_directions
 from shaped.layers import Norm
 from shaped.randomness import Stream
 
@@ -79,8 +80,7 @@ class GivenStart(Start):
 
     def draw_tokens(self, like: Float[Tensor, "batch _ _"], n: int, stream: Stream) -> Float[Tensor, "batch m n"]:
         L = self.draw_factor(like, stream)
-        Q, R = torch.linalg.qr(stream.normal(len(L), n, L.shape[-1]))
-        return math.sqrt(n) * L @ (Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]).mT
+        return math.sqrt(n) * L @ draw_directions(len(L), L.shape[-1], n, stream)
 
 
 @dataclass(frozen=True)
