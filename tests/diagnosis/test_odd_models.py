@@ -11,7 +11,7 @@ from by_hand import check_attention, check_tokens
 from families import FAMILIES  # pyright: ignore[reportMissingImports] (in tests/hf)
 from plain_models import WIDTH, Attributes
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForSeq2SeqLM, BertConfig, T5Config
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BertConfig, T5Config
 
 import shaped
 from refusals import refused
@@ -165,3 +165,30 @@ def test_a_prediction_is_not_the_band_of_a_model_with_gains_set_by_hand():
             if changed is not False:
                 model.layers[0].self_attn.shaping = changed
             assert word in shaped.diagnose(model, {"input_ids": ids}, seeds=1).bands.source
+
+
+IDS = torch.randint(3, 30, (2, 6), generator=generator(46))
+ORDER, ONES, SEGMENTS = torch.arange(6), torch.ones_like(IDS), torch.tensor([0, 0, 0, 1, 1, 1]).expand(2, 6)
+CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+PADDED = torch.tensor([1, 1, 1, 1, 0, 0]).expand(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "predicted"),
+    [
+        ("bert", {"labels": IDS, "attention_mask": PADDED, "token_type_ids": 0 * IDS, "position_ids": ORDER[None]}, True),
+        ("bert", {"token_type_ids": SEGMENTS}, False),
+        ("gpt2", {"token_type_ids": 0 * IDS}, False),  # it adds the embedding of token 0 to all
+        ("llama", {"position_ids": ORDER[None] + 3, "use_cache": False}, True),
+        ("llama", {"position_ids": (ORDER % 3)[None], "use_cache": False}, False),  # two packed sequences
+        ("llama", {"attention_mask": CAUSAL}, False),
+        ("llama", {"inputs_embeds": None, "attention_mask": ONES}, True),
+    ],
+)
+def test_a_prediction_is_not_the_band_of_a_batch_with_more_than_ids(family: str, given: dict[str, Any], predicted: bool):
+    """Segments share an embedding, packed sequences do not see one another, a mask may be anything."""
+    torch.manual_seed(6)
+    model: Any = (AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM).from_config(FAMILIES[family](16, 2))
+    source = shaped.diagnose(model, {"input_ids": IDS} | given, seeds=1).bands.source
+    assert ("predicted" in source) is predicted
+    assert ("1 copy" in source) is not predicted

@@ -22,6 +22,8 @@ PREDICTED = {"correlation": "rho", "rank": "rank", "length": "length", "entropy"
 """Curves that `shaped.hf.predict` has, and their names there."""
 FEW_TOKENS, MOST_TOKENS = 128, 512
 """Up to the first, four models are predicted for each copy that would be made; beyond the second a prediction takes longer than a copy."""
+HARMLESS = {"labels", "next_sentence_label", "use_cache", "return_dict", "output_attentions", "output_hidden_states"}
+"""Arguments of transformers' models that leave the residual stream as it is."""
 SEEDS = 8
 """Initialisations where the caller names no number."""
 LONG = 2e11
@@ -67,9 +69,9 @@ def choose_copies(model: nn.Module, batch: Any, seen: Observation) -> int:
 
 
 def predict_bands(model: nn.Module, batch: Any, seen: Observation, *, seeds: int, seed: int) -> Bands | None:
-    """From the model's config, for the first sequence; None if `shaped.hf.predict` does not know this model or these tokens."""
-    ids = find_ids(batch)
+    """From the model's config, for the first sequence; None if `shaped.hf.predict` does not know this model or this batch."""
     config = getattr(model, "config", None)
+    ids = find_ids(batch, has_segments=hasattr(config, "type_vocab_size"))
     if ids is None or config is None or len(seen.stacks) != 1 or not find_spec("transformers") or not 2 <= len(ids) <= MOST_TOKENS:
         return None
     if getattr(config, "attn_logit_softcapping", None) and getattr(config, "_attn_implementation", "") == "sdpa":
@@ -113,9 +115,23 @@ def make_band(copies: list[list[float]]) -> Band:
     return Band(values.amin(0).tolist(), values.mean(0).tolist(), values.amax(0).tolist())
 
 
-def find_ids(batch: Any) -> Tensor | None:
-    """The ids of the first sequence, without padding."""
+def find_ids(batch: Any, *, has_segments: bool) -> Tensor | None:
+    """The ids of the first sequence, without padding; None where a prediction from them is not one of this batch.
+
+    That is so where the batch has more than ids, padding, segments of 0 and positions in order.
+    `has_segments`: segments of 0 are what the model takes by itself. GPT-2 has none, and would add the embedding of token 0.
+    """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].ndim != 2:
         return None
-    ids, mask = batch["input_ids"][0], batch.get("attention_mask")
-    return ids[mask[0] != 0] if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == batch["input_ids"].shape else ids
+    given = {name: value for name, value in batch.items() if value is not None and name not in HARMLESS}
+    ids, (count, m) = given.pop("input_ids").cpu(), batch["input_ids"].shape
+    usual = {"attention_mask": torch.ones(1, m), "position_ids": torch.arange(m)}
+    usual |= {"token_type_ids": torch.zeros(1, m)} if has_segments else {}
+    if not all(name in usual and isinstance(x, Tensor) and x.shape in ((m,), (1, m), (count, m)) for name, x in given.items()):
+        return None
+    values = {name: given.get(name, default).cpu().expand(count, m) for name, default in usual.items()}
+    if bool(values.get("token_type_ids", torch.zeros(1)).any()):
+        return None
+    real = values["attention_mask"] != 0
+    in_order = all(bool((places[kept].diff() == 1).all()) for places, kept in zip(values["position_ids"], real, strict=True))
+    return ids[0, real[0]] if in_order else None
