@@ -177,6 +177,7 @@ PADDED = torch.tensor([1, 1, 1, 1, 0, 0]).expand(2, 6)
     ("family", "given", "predicted"),
     [
         ("bert", {"labels": IDS, "attention_mask": PADDED, "token_type_ids": 0 * IDS, "position_ids": ORDER[None]}, True),
+        ("bert", {"attention_mask": ONES.tril(3)}, False),  # four and five tokens
         ("bert", {"token_type_ids": SEGMENTS}, False),
         ("gpt2", {"token_type_ids": 0 * IDS}, False),  # it adds the embedding of token 0 to all
         ("llama", {"position_ids": ORDER[None] + 3, "use_cache": False}, True),
@@ -186,7 +187,7 @@ PADDED = torch.tensor([1, 1, 1, 1, 0, 0]).expand(2, 6)
     ],
 )
 def test_a_prediction_is_not_the_band_of_a_batch_with_more_than_ids(family: str, given: dict[str, Any], predicted: bool):
-    """Segments share an embedding, packed sequences do not see one another, a mask may be anything."""
+    """Segments share an embedding, packed sequences do not see one another, a mask may be anything, short sequences have other bands."""
     torch.manual_seed(6)
     model: Any = (AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM).from_config(FAMILIES[family](16, 2))
     source = shaped.diagnose(model, {"input_ids": IDS} | given, seeds=1).bands.source

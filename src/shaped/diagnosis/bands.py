@@ -118,7 +118,7 @@ def make_band(copies: list[list[float]]) -> Band:
 def find_ids(batch: Any, *, has_segments: bool) -> Tensor | None:
     """The ids of the first sequence, without padding; None where a prediction from them is not one of this batch.
 
-    That is so where the batch has more than ids, padding, segments of 0 and positions in order.
+    That is so where the batch has more than ids, padding, segments of 0 and positions in order, or sequences of several lengths.
     `has_segments`: segments of 0 are what the model takes by itself. GPT-2 has none, and would add the embedding of token 0.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor) or batch["input_ids"].ndim != 2:
@@ -133,5 +133,7 @@ def find_ids(batch: Any, *, has_segments: bool) -> Tensor | None:
     if bool(values.get("token_type_ids", torch.zeros(1)).any()):
         return None
     real = values["attention_mask"] != 0
+    if bool((real.sum(-1) != real[0].sum()).any()):  # curves are means over all sequences, and short ones have other bands
+        return None
     in_order = all(bool((places[kept].diff() == 1).all()) for places, kept in zip(values["position_ids"], real, strict=True))
     return ids[0, real[0]] if in_order else None
