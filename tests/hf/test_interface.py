@@ -56,17 +56,18 @@ def inputs(name, mask=None):
     return given | ({"decoder_input_ids": tokens(length=7, seed=2)} if name in BOTH or name == "umt5" else {})
 
 
-@pytest.mark.parametrize("floating", [False, True])
-def test_a_mask_of_all_queries_and_keys_may_end_in_padding(floating: bool):
+@pytest.mark.parametrize("cache", [DynamicCache, partial(StaticCache, max_cache_len=11)], ids=["dynamic", "static"])
+@pytest.mark.parametrize("level", [None, torch.finfo(torch.float64).min, -1e9, -1e4])
+def test_a_mask_of_all_queries_and_keys_may_end_in_padding(level: float | None, cache: Any):
     """With a cache, and a mask that transformers takes as it is: each query keeps its own value, not its neighbour's."""
     model = made(llama)
     ids = tokens(batch=1, length=8)
-    whole, cache = model(ids[:, :7]).logits, DynamicCache(config=model.config)
-    model(ids[:, :5], past_key_values=cache, use_cache=True)
-    mask = torch.ones(3, 8).tril(5).bool()[None, None].clone()
-    mask[..., 7] = mask[:, :, 2] = False  # the last new token is padding
-    given: Any = torch.zeros(mask.shape).double().masked_fill(~mask, torch.finfo(torch.float64).min) if floating else mask
-    rest = model(ids[:, 5:], attention_mask=given, position_ids=torch.arange(5, 8)[None], past_key_values=cache, use_cache=True).logits
+    whole, kept = model(ids[:, :7]).logits, cache(config=model.config)
+    model(ids[:, :5], past_key_values=kept, use_cache=True)
+    mask = torch.ones(3, 8 if cache is DynamicCache else 11).tril(5).bool()[None, None].clone()
+    mask[..., 7:] = mask[:, :, 2] = False  # the last new token is padding
+    given: Any = mask if level is None else torch.zeros(mask.shape).double().masked_fill(~mask, level)
+    rest = model(ids[:, 5:], attention_mask=given, position_ids=torch.arange(5, 8)[None], past_key_values=kept, use_cache=True).logits
     torch.testing.assert_close(rest[:, :2], whole[:, 5:])
 
 

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.output_capturing import _active_collector
 
-from shaped.nn.attention import shaped_attention
+from shaped.nn.attention import MASKED, shaped_attention
 from shaped.nn.attention_hooks import call_attention_hooks
 from shaped.nn.modules import ShapedSelfAttention
 
@@ -61,9 +61,9 @@ def attention_forward(
             "causal mask: which of the keys is a query's own?"
         )
     mask = _add_mask(position_bias, attention_mask, causal and attention_mask is None) if position_bias is not None else attention_mask
-    if mask is not None and mask.dtype != torch.bool:  # Hugging Face masks with the dtype's minimum; convert it to -inf
+    if mask is not None and mask.dtype != torch.bool:  # Hugging Face masks with the dtype's minimum, callers also with -1e9 or -1e4
         mask = mask.to(query.dtype)
-        mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)
+        mask = mask.masked_fill(mask <= MASKED, -torch.inf)
     positions = None if mask is None or Q == K else find_query_positions(mask, Q)
     causal = causal and mask is None
     gamma1, gamma2 = read_gains(module)

@@ -12,6 +12,11 @@ from shaped.kernels import attention_correction
 from shaped.kernels.attention_correction import Gain
 from shaped.kernels.availability import is_exporting
 
+MASKED = -5000.0
+"""Where models mask with numbers, a logit at or below this is masked: they take -inf, the dtype's minimum, -1e9 or -1e4. To the last of
+these some add the product of queries and keys, and in bfloat16 it is -9984: so the level is far above it. A true bias gets there too where
+there are very many tokens, ALiBi's at ten thousand; counted from the query, it leaves nothing of such a key anyway."""
+
 
 def shaped_attention(
     q: Tensor,

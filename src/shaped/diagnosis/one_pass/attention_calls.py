@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shaped.diagnosis.one_pass.quantities import MASKED, bound_logits
-from shaped.nn.attention import shaped_attention
+from shaped.diagnosis.one_pass.quantities import bound_logits
+from shaped.nn.attention import MASKED, shaped_attention
 from shaped.nn.diagnostics import at_least_single, iterate_logits
 
 PRODUCTS = {

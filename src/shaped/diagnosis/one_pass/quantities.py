@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from shaped.covariance import effective_rank
+from shaped.nn.attention import MASKED
 from shaped.nn.diagnostics import at_least_single, softmax_entropy, token_correlation
 
-MASKED = -5000.0
-"""A logit at or below this is masked: models that compute their softmax themselves mask with -inf, the dtype's minimum, -1e9 or -1e4. To
-the last of these they add the product of queries and keys, and in bfloat16 it is -9984: so the level is far above it."""
 NORMALISED = 0.01
 """By how much a length may differ from that of a normalised query or key: its rounding in bfloat16 is smaller. Lengths that nothing
 normalises differ by about (2D)^(-1/2) among tokens, 0.06 for heads of 128 features, and have no reason to be 1 or the root of D."""

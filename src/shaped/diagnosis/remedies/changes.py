@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shaped.diagnosis.one_pass.attention_calls import SEEN_MULTI_HEAD_ATTENTION, SOFTMAXES, Scores
-from shaped.diagnosis.one_pass.quantities import MASKED
-from shaped.nn.attention import shaped_attention
+from shaped.nn.attention import MASKED, shaped_attention
 from shaped.nn.functional import rms_norm
 
 IN_PLACE = {F.relu_, torch.relu_, Tensor.relu_}
