@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stock import BOTH, DECODERS, ENCODERS, IMAGES, bart, bert, gpt2, llama, made, own, t5
+from stock import BOTH, DECODERS, ENCODERS, IMAGES, bart, bert, gpt2, llama, made, own, t5, umt5
 from test_interface import inputs
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, BertForSequenceClassification
 
@@ -130,6 +130,15 @@ def test_recover_ends_at_the_stock_model(make, tmp_path):
     tempered = hf.shape(made(make, "sdpa"), tau0=1.0, gamma1=0.0, gamma2=0.0)
     with refused("tau0=None", "1.0"):
         hf.vanilla(tempered)
+
+
+def test_recover_ends_at_a_decoder_that_is_causal():
+    """UMT5's is so in transformers' eager attention alone, whatever it had before."""
+    model, given = hf.shape(made(umt5, "sdpa")), inputs("umt5")
+    Recover(3).apply(model, 3)
+    plain = hf.vanilla(model)
+    assert {part.config._attn_implementation for part in plain.modules() if hasattr(part, "config")} == {"eager"}
+    assert torch.allclose(plain(**given).logits, model(**given).logits, atol=1e-10)
 
 
 def test_shaped_anew():

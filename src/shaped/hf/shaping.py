@@ -77,7 +77,10 @@ def find_temperature(tau0: float | None, n: int) -> float:
 
 
 def vanilla(model: Model) -> Model:
-    """A copy without the shaping, with the same outputs. The shaping must be 0 (`Recover`). Like `shaped.nn.vanilla`, with the config."""
+    """A copy without the shaping, with the same outputs. The shaping must be 0 (`Recover`). Like `shaped.nn.vanilla`, with the config.
+
+    Its attention is that of before `shape`; "eager" for UMT5, whose decoder is causal only there (transformers 5.17).
+    """
     _refuse_strangers(model, "vanilla")
     settings = getattr(model.config, "shaped", None)
     if isinstance(model.config, ShapedConfig):
@@ -93,9 +96,10 @@ def vanilla(model: Model) -> Model:
     if settings.get("gamma", 1.0) != 1.0:
         raise ValueError(f"model must have been shaped with gamma=1, a branch of full weight, to be plain again, got {settings['gamma']}")
     model = blocks.vanilla(model)
+    plain = "eager" if has_silent_decoder(model) else settings["instead_of"]
     for config in list_configs(model):
         config.__dict__.pop("shaped", None)
-        config._attn_implementation_internal = settings["instead_of"]
+        config._attn_implementation_internal = plain
     return model
 
 
@@ -131,6 +135,12 @@ def choose_plain_attention(model: PreTrainedModel) -> str:
     """The attention that `vanilla` restores: the model's own, or the default of transformers if that is shaped."""
     chosen = model.config._attn_implementation
     return chosen if chosen not in (None, NAME) else model.get_correct_attn_implementation(None)
+
+
+def has_silent_decoder(model: PreTrainedModel) -> bool:
+    """Has it a decoder that does not say that it is causal (UMT5)? Then a fused kernel without a mask lets it see what comes after."""
+    parts = find_self_attentions(model).values()
+    return any(getattr(part, "is_decoder", False) is True and getattr(part, "is_causal", True) is False for part in parts)
 
 
 def find_width(module: nn.Module, model: PreTrainedModel) -> int:
