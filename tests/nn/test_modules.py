@@ -13,6 +13,7 @@ from refusals import refused
 from shaped.covariance import correlation, gram, vech
 from shaped.nn import (
     AttentionShaping,
+    DyT,
     Fixed,
     Learn,
     NormBlock,
@@ -24,10 +25,12 @@ from shaped.nn import (
     ShapedTransformerBlock,
     gains,
     parameter_groups,
+    reset_parameters,
     vanilla,
 )
 from shaped.nn.activations import ShapedGELU
 from shaped.nn.functional import shaped_relu
+from shaped.nn.initialisations import INITIALISATIONS
 from shaped.testing.law import draw_tokens
 from shaped.testing.stats import Z, assert_mean, assert_rejected, assert_same_moments, generator, random_covariance, seed
 
@@ -310,6 +313,30 @@ def test_gains_have_names():
     parameters = dict(encoder.named_parameters())
     assert set(gains(encoder)) == {name for name, parameter in parameters.items() if parameter.ndim == 1}
     assert all(gain is parameters[name] for name, gain in gains(encoder).items())
+
+
+def test_a_model_from_the_meta_device_starts_like_any_other():
+    def make():
+        attention = ShapedSelfAttention(64, 2, qk_norm=True, qk_gain=True, shaped=False)
+        usual = NormBlock(attention, ShapedFeedForwardBlock(64, shaped=False), "pre", lambda width: DyT(width, alpha=0.7))
+        INITIALISATIONS["gpt2"].apply(usual.attention, usual.feedforward, 3)
+        return nn.Sequential(ShapedEncoder(1, 64, 2, gamma=0.3, tau0=0.5, schedule=Learn()), ShapedEncoder(1, 64, 2, gamma=0.4), usual)
+
+    torch.manual_seed(seed(21))
+    expected = make()
+    with torch.device("meta"):
+        model = make()
+    with refused("model", "to_empty", "meta"):
+        reset_parameters(model)
+    model = model.to_empty(device="cpu")
+    for tensor in model.state_dict().values():
+        nn.init.constant_(tensor, math.nan)
+    reset_parameters(model)
+    for (name, found), theirs in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        if found.ndim == 1:
+            assert torch.equal(found, theirs), name
+        else:
+            assert abs(float((found.std() / theirs.std()).log())) < Z * found.numel() ** -0.5, name
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from shaped.nn.blocks import ShapedTransformerBlock as ShapedTransformerBlock
 from shaped.nn.blocks import gains as gains
 from shaped.nn.blocks import parameter_groups as parameter_groups
 from shaped.nn.blocks import vanilla as vanilla
+from shaped.nn.initialisations import reset_parameters as reset_parameters
 from shaped.nn.modules import AttentionShaping as AttentionShaping
 from shaped.nn.modules import ShapedFeedForwardBlock as ShapedFeedForwardBlock
 from shaped.nn.modules import ShapedSelfAttention as ShapedSelfAttention

@@ -1,11 +1,17 @@
-"""How the matrices of a baseline start: as the theory has them, or as the usual models do."""
+"""How the matrices of a baseline start, as the theory has them or as the usual models do; and the weights of any model drawn again."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
 
 from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, init_normal
+
+RESETS = ("reset_parameters", "_reset_parameters")  # PyTorch's names; nn.MultiheadAttention has the second
 
 
 @dataclass(frozen=True)
@@ -32,3 +38,42 @@ INITIALISATIONS = {
     "bert": Initialisation("0.02 everywhere", std=0.02),
     "gpt2": Initialisation("0.02, residual outputs divided by sqrt(2 depth)", std=0.02, divides_outputs=True),
 }
+
+
+@torch.no_grad()
+def reset_parameters(model: nn.Module) -> None:
+    """Draws all weights of a model again, in place, with PyTorch's global random numbers, as the constructors of its modules draw them.
+
+    A matrix of `shaped.nn` has its own variance; that of its class, `nn.Linear`, is another. Gains get their initial values. Elsewhere
+    each module with weights must have `reset_parameters`, and a model of transformers its `init_weights`.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model must have its weights in memory, by model.to_empty(device=…), got parameters on the meta device")
+    reset_parts("", model)
+
+
+def reset_parts(name: str, module: Any) -> None:
+    """The parts first: some modules draw their parts again in their own way."""
+    if callable(getattr(module, "init_weights", None)) and hasattr(module, "config"):
+        for part in (*module.modules(), *module.parameters(), *module.buffers()):
+            if hasattr(part, "_is_hf_initialized"):  # transformers' mark on what it must not draw again
+                del part._is_hf_initialized
+        module.init_weights()
+        return
+    for own, part in reversed(list(module.named_children())):
+        reset_parts(f"{name}.{own}" if name else own, part)
+    reset_own(name, module)
+
+
+def reset_own(name: str, module: nn.Module) -> None:
+    """The weights of the module itself."""
+    if isinstance(module, nn.Linear | nn.Embedding) and "std" in module.__dict__:  # a layer of `shaped.nn` keeps its own
+        nn.init.normal_(module.weight, std=module.__dict__["std"])
+        return
+    for method in RESETS:
+        if callable(getattr(module, method, None)):
+            getattr(module, method)()
+            return
+    if next(module.parameters(recurse=False), None) is not None:
+        place = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        raise ValueError(f"model must have reset_parameters in every module with weights to be drawn again, got none in {place}")
