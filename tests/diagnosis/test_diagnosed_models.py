@@ -83,3 +83,32 @@ def test_multi_head_attention_that_returns_its_weights():
     for layer, block in zip(stack.layers, model, strict=True):
         entropy = torch.special.entr(block.weights).sum(-1).mean((0, 2))
         assert layer.attention["attention"].entropy == pytest.approx(entropy.tolist(), rel=1e-5)
+
+
+class OtherOrder(nn.Module):
+    """Its logits are [batch, queries, heads, keys], or [heads, batch, queries, keys]; its softmax is a module."""
+
+    def __init__(self, product: str, as_usual: str):
+        super().__init__()
+        self.query, self.softmax, self.product, self.as_usual = nn.Linear(WIDTH, WIDTH), nn.Softmax(dim=-1), product, as_usual
+
+    def forward(self, x: Tensor, padding_mask: Tensor) -> Tensor:
+        q, k = self.query(x).unflatten(-1, (2, -1)), x.unflatten(-1, (2, -1))
+        usual = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(padding_mask[:, None, None], -torch.inf)
+        self.logits = usual.detach()
+        scores = torch.einsum(self.product, q, k)
+        masked = torch.einsum(f"bhij->{self.as_usual}", padding_mask[:, None, None].expand_as(usual).double()) > 0
+        A = torch.einsum(f"{self.as_usual}->bhij", self.softmax(scores.masked_fill(masked, -torch.inf)))
+        return x + torch.einsum("bhij,bjhd->bihd", A, k).flatten(2)
+
+
+@pytest.mark.parametrize("order", ["bhij", "bihj", "hbij"])
+def test_logits_whose_heads_are_elsewhere(order: str):
+    torch.manual_seed(7)
+    model: Any = OtherOrder(f"bihd,bjhd->{order}", order).double()
+    padding = torch.zeros(3, 5, dtype=torch.bool)
+    padding[1:, 3:] = True
+    (stack,) = observe(model, {"x": torch.randn(3, 5, WIDTH, generator=generator(5)).double(), "padding_mask": padding}).stacks
+    (call,) = stack.layers[0].attention.values()
+    assert len(call.entropy) == 2
+    check_attention(call, model.logits, ~padding)

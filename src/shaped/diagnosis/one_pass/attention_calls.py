@@ -71,6 +71,7 @@ class CallWatcher(TorchFunctionMode):
         on_activation: called with the function and its input, before the activation.
         on_part: called where a function of PARTS_OF_ACTIVATIONS is.
         sequences: tells the batch size of logits [batch · heads, Q, K] from Q.
+        arrange: brings the inputs of a softmax, of four dimensions, into the order [batch, heads, Q, K].
         first: how many sequences of the batch the logits are of; all by default. The reported shape and mask are of the whole batch.
     """
 
@@ -80,11 +81,12 @@ class CallWatcher(TorchFunctionMode):
         on_activation: Callable[[Callable[[Tensor], Tensor], Tensor], None],
         on_part: Callable[[], None],
         sequences: Callable[[int, int], int],
+        arrange: Callable[[Tensor], Tensor],
         first: int | None = None,
     ):
         super().__init__()
         self.on_attention, self.on_activation, self.on_part, self.sequences = on_attention, on_activation, on_part, sequences
-        self.first = first
+        self.arrange, self.first = arrange, first
         self._scores = Scores()
         self._paused = False
 
@@ -123,8 +125,8 @@ class CallWatcher(TorchFunctionMode):
         return result
 
     def _report_softmax(self, input: Tensor, *_: Any, **__: Any) -> None:
-        s = input.detach()
-        check_size(s.shape)
+        check_size(input.shape)
+        s = self.arrange(input.detach()) if input.ndim == 4 else input.detach()
         Q, K = s.shape[-2:]
         batch = self.sequences(s.shape[0], Q) if s.ndim == 3 else 1
         s = s.unflatten(0, (batch, -1)) if s.ndim == 3 else s.flatten(0, -4)

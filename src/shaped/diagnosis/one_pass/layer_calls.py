@@ -38,7 +38,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         self._number = 0
         self._real: Tensor | None = None
         self._batch_first = True
-        self._watcher = CallWatcher(self._attend, self._count_dead, self._see_part, self._count_sequences, sequences)
+        self._watcher = CallWatcher(self._attend, self._count_dead, self._see_part, self._count_sequences, self._arrange, sequences)
         self._removals: list[Callable[[], None]] = []
 
     def __enter__(self) -> LayerRecorder:
@@ -156,6 +156,18 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             return 1
         batch = x.shape[1] if x.shape[0] == Q else x.shape[0]
         return batch if first % batch == 0 else 1
+
+    def _arrange(self, s: Tensor) -> Tensor:
+        """Softmax inputs as [batch, heads, Q, K]: some models have [batch, Q, heads, K] or [heads, batch, Q, K].
+
+        Tokens that enter the running modules tell which it is. The usual order is tried first, and kept where none fits.
+        """
+        entering = {tuple(x.shape[:2]) for _, _, x in self._running if x is not None}
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)):
+            batch, _, Q, _ = s.permute(order).shape
+            if entering & {(batch, Q), (Q, batch)}:
+                return s.permute(order)
+        return s
 
     def _find_real(self, name: str, batch: int, m: int) -> Tensor | None:
         """Which tokens are not padding, [batch, m]: what the batch says, or which keys the last self-attention masked for every query."""
