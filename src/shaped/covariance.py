@@ -6,12 +6,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from shaped.checks import as_tensor, check_device, finite, positive, whole_number
 
 Matrix = Float[Tensor, "*batch m m"]
+
+
+def largest_safe(dtype: torch.dtype) -> float:
+    """A covariance must stay below it, or its cube, which the drift takes, overflows."""
+    return torch.finfo(dtype).max ** 0.25
+
+
+def exceeds(V: Matrix, upper: float) -> Bool[Tensor, "*batch"]:
+    """Is the largest eigenvalue above `upper`?"""
+    # A matrix is positive definite exactly when its Cholesky factor exists: cheaper than its eigenvalues.
+    eye = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
+    return torch.linalg.cholesky_ex(min(upper, torch.finfo(V.dtype).max) * eye - V).info > 0
 
 
 def gram(X: Float[Tensor, "*batch m n"]) -> Matrix:

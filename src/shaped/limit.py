@@ -171,14 +171,17 @@ def solve(
         raise ValueError(f"check must be True, False or None, got {check!r}")
     h, make_steps = T / steps, METHODS[method]
     event = "projections" if method == "euler" else None
-    whole = make_steps(layer.terms, h)
+    terms = tuple(term.stopping_at(math.inf if upper is None else upper) for term in layer.terms)
+    whole = make_steps(terms, h)
     paths = engine.run(whole, V0, options, steps=steps, dt=h, info={"method": method, "steps": steps}, event=event)
     count = paths.V.shape[1] // 32
     if check or (check is None and by_default and count >= PAIRS):
         count = max(count, min(PAIRS, paths.V.shape[1]))
         starts = engine.prepare_start(V0, samples, dtype)
-        starts = starts[:: len(starts) // count][:count].repeat_interleave(2, 0)
-        half = make_steps(tuple(term.halved() for term in layer.terms), h / 2)
+        # At random: of matrices in a regular order, every 32nd may be of one kind.
+        chosen = torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed % 2**63))[:count]
+        starts = starts[chosen.to(starts.device)].repeat_interleave(2, 0)
+        half = make_steps(tuple(term.halved() for term in terms), h / 2)
         halved = HalvedSteps(whole, half, engine.Bounds(upper, lower))
         pairs = engine.run(halved, starts, replace(options, samples=None, record="last"), steps=steps, dt=h, info={})
         effect = StepEffect.of(pairs)

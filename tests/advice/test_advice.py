@@ -216,6 +216,18 @@ def test_networks_fail_as_often_as_the_modules():
         assert error < 0.08
 
 
+def test_a_mask_that_shows_later_tokens_alone_has_no_gradients(monkeypatch):
+    """They are measured on the first tokens, which this mask leaves nothing to attend to."""
+    monkeypatch.setattr("shaped.advice.measurement.GRADIENT_TOKENS", 2)
+    mask = torch.zeros(4, 4)
+    mask[:, :3] = -torch.inf
+    ledger = Ledger(Question(16, 8, 4, 2, mask=mask), seed=2**64)
+    place = Place("network", 0.1, 1.0)
+    ledger.search(place, 40)
+    assert ledger.backpropagate(place).gradient is None
+    assert Question(16, 8, 4, 2, mask="causal").lets_attend(2)
+
+
 def test_a_whole_search_is_the_same_on_an_executor():
     rows: list[Row] = []
     advice = shaped.advise(**SMALL, tau0=(0.2, 1.0), gammas=(0.05, 0.7), growth=1.5, seed=1, tell=rows.append)

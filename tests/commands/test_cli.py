@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -130,6 +131,20 @@ def test_all_paths_may_stop(monkeypatch, capsys, tmp_path):
     summary = json.loads(capsys.readouterr().out)
     assert summary["stopped_share"] == 1.0
     assert summary["rho"] is None
+
+
+def test_paths_that_stop_in_the_last_step_are_no_survivors(monkeypatch, capsys, tmp_path):
+    """The last of the steps' times is by rounding a little later than the horizon T = 22/14."""
+    size = ["--width", "14", "--depth", "22", "--step", "0.52", "--samples", "500", "--tokens", "2"]
+    assert run(monkeypatch, "simulate", *size, "--layers", "perceptron", "--upper", "4", "--json", "--out", str(tmp_path)) == 0
+    found = json.loads(capsys.readouterr().out)
+    layer, V0 = shaped.ShapedPerceptron(0.0, -1.0), shaped.equicorrelated(2, 0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", shaped.StepWarning)
+        paths = shaped.solve(layer, V0, T=22 / 14, steps=found["settings"]["steps"], samples=500, seed=0, upper=4.0)
+    assert paths.t[-1] > 22 / 14
+    survived = paths.stopped > paths.t[-1]
+    assert found["variance"]["mean"] == pytest.approx(paths.V[-1, survived].diagonal(dim1=-2, dim2=-1).mean().item())
 
 
 def test_converge_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path):

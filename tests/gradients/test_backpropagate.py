@@ -188,6 +188,12 @@ def test_memory_is_bounded():
     assert 4 < kept / (3 * 64 * 8) < 12
 
 
+def test_networks_of_width_one_have_gradients():
+    layer = shaped.ShapedAttention(0.5)
+    found = shaped.backpropagate(layer, [[1.0]], n=1, d=2, outputs=1, loss=squared_error, samples=4, seed=0)
+    assert found.tokens.isfinite().all()
+
+
 def test_a_network_that_leaves_the_range_has_no_gradients():
     options = OPTIONS | {"samples": 200, "d": 8, "upper": 12.0}
     gradients = shaped.backpropagate(shaped.ShapedAttention(0.9, 0.2), V0, **options)

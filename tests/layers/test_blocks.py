@@ -133,8 +133,8 @@ def test_a_deep_network_has_the_law_of_explicit_weights():
 @pytest.mark.parametrize("name", ["grouped, rotary", "SwiGLU, norm and post"])
 def test_drawing_in_parts_keeps_the_law(name, monkeypatch):
     whole = draw_law(BLOCKS[name], "gram", 20_000, 56)
-    monkeypatch.setattr("shaped.layers.branches.CACHE", 48)  # 16 of 24 hidden features
-    monkeypatch.setattr("shaped.layers.attention_branch.CACHE", 8)  # one group of heads
+    monkeypatch.setattr("shaped.layers.branches.count_at_once", lambda device: 48)  # 16 of 24 hidden features
+    monkeypatch.setattr("shaped.layers.attention_branch.count_at_once", lambda device: 8)  # one group of heads
     assert_same_moments(draw_law(BLOCKS[name], "gram", 500, 57), whole)
 
 

@@ -125,6 +125,20 @@ def test_ropes_are_kept_as_numbers():
     assert repr(shaped.ShapedAttention(0.5, rope=10000.0)) == "ShapedAttention(gamma=0.5, rope=10000.0)"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_long_token_that_a_mask_hides_changes_nothing(dtype, qk_norm):
+    """The first token attends to itself alone, and nobody to it; the others move as without it, however long it is."""
+    mask = torch.zeros(4, 4, dtype=torch.float64)
+    mask[0, 1:] = mask[1:, 0] = -torch.inf
+    V = shaped.equicorrelated(4, 0.2).to(dtype)
+    others = shaped.ShapedAttention(0.5, 0.5, qk_norm=qk_norm).drift(V[1:, 1:].contiguous())
+    for length in (1.0, 1e2, 1e4):
+        scale = torch.tensor([length, 1.0, 1.0, 1.0], dtype=dtype)
+        found = shaped.ShapedAttention(0.5, 0.5, mask=mask, qk_norm=qk_norm).drift(V * scale * scale[:, None])
+        assert torch.allclose(found[1:, 1:], others, rtol=0, atol=20 * torch.finfo(dtype).eps)
+
+
 def test_tables_that_are_kept_do_not_depend_on_the_mode_of_their_first_call():
     """Tensors of inference mode, or of a default device without numbers, would break every later call that meets them."""
     layer, V0 = shaped.ShapedAttention(0.5, rope=(1.0, 0.375)), shaped.equicorrelated(3, 0.2)  # frequencies of no other test

@@ -131,8 +131,13 @@ class Ledger:
         return Row(place.law, place.gamma, place.tau0, record.count, *record.failures, *found, gradient)
 
     def backpropagate(self, place: Place) -> Row:
-        """Measures the spread of the gradients at this place. Networks that leave the float range have none."""
+        """Measures the spread of the gradients at this place.
+
+        Networks that leave the float range have none, nor those whose mask shows one of the first tokens later ones alone.
+        """
         asked, m = self.question, min(self.question.m, GRADIENT_TOKENS)
+        if not asked.lets_attend(m):
+            return self.row(place)
         found = backpropagate(
             self.layer(place, m),
             asked.start(m),

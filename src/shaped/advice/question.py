@@ -78,6 +78,10 @@ class Question:
     def start(self, m: int | None = None) -> Float[Tensor, "m m"]:
         return equicorrelated(self.m if m is None else m, self.rho)
 
+    def lets_attend(self, m: int) -> bool:
+        """Does the mask leave each of the first m tokens one among them to attend to?"""
+        return not isinstance(self.mask, Tensor) or bool((self.mask[..., :m, :m] > -math.inf).any(-1).all())
+
     def attention(self, gamma: float, tau0: float, m: int | None = None, **how: Any) -> ShapedAttention:
         mask = self.mask[..., :m, :m] if isinstance(self.mask, Tensor) else self.mask
         return ShapedAttention(gamma, tau0, self.heads, True, mask, qk_norm=self.qk_norm, rope=self.rope, **how)

@@ -124,7 +124,7 @@ def compute(
     )
     seconds = time.perf_counter() - began
     V, rho, stopped = paths.V.cpu().numpy(), paths.rho.cpu().numpy(), paths.stopped.numpy()
-    survived = stopped > T
+    survived = stopped > paths.t[-1].item()  # the last of the steps' times, which rounding may put beyond T
     summary: dict[str, Any] = {
         "version": shaped.__version__,
         "settings": asdict(settings) | {"horizon": T, "steps": steps},

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from shaped.covariance import exceeds, largest_safe
 from shaped.engine.process import Process
 from shaped.randomness import Stream
 
@@ -23,12 +24,10 @@ class Bounds:
 
     def crossed(self, V: Float[Tensor, "batch m m"]) -> Bool[Tensor, " batch"]:
         crossed = ~is_safe(V)
-        eye = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
-        # A matrix is positive definite exactly when its Cholesky factor exists: cheaper than its eigenvalues.
         if self.upper is not None:
-            upper = min(self.upper, torch.finfo(V.dtype).max)
-            crossed |= torch.linalg.cholesky_ex(upper * eye - V).info > 0
+            crossed |= exceeds(V, self.upper)
         if self.lower:  # nothing is below 0
+            eye = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
             crossed |= torch.linalg.cholesky_ex(V - self.lower * eye).info > 0
         return crossed
 
@@ -40,7 +39,7 @@ def is_safe(V: Float[Tensor, "batch m m"]) -> Bool[Tensor, " batch"]:
     """
     size = V.diagonal(dim1=-2, dim2=-1).amax(-1)
     limits = torch.finfo(V.dtype)
-    return (size > limits.tiny**0.25) & (size < limits.max**0.25)
+    return (size > limits.tiny**0.25) & (size < largest_safe(V.dtype))
 
 
 @dataclass(frozen=True, eq=False)

@@ -132,7 +132,7 @@ class DrawnMatrix:
 
 def join_draws(attention: RandomAttention) -> None:
     """Lets the two matrices be drawn together, in fewer columns. The query is the first one that the module multiplies."""
-    query, key = cast(Any, attention.query), cast(Any, attention.key)
+    query, key = (cast(Any, getattr(attention, name, None)) for name in ("query", "key"))
     if not (isinstance(query, DrawnMatrix) and isinstance(key, DrawnMatrix)):
         return  # tokens of one feature
     other: list[Tensor] = []

@@ -5,25 +5,39 @@ The logits' covariance is made of a kernel K of the tokens: their covariance V, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shaped.covariance import Matrix, Point, inverse_length, lower_product, match_layout, product, product_lower, weighted_mean
+from shaped.covariance import (
+    Matrix,
+    Point,
+    exceeds,
+    inverse_length,
+    largest_safe,
+    lower_product,
+    match_layout,
+    product,
+    product_lower,
+    weighted_mean,
+)
 from shaped.layers.masks import Mask, resting_attention, same_mask
 from shaped.layers.rope import Rope, lag_matrix, lag_modes
 from shaped.layers.terms import Term
 from shaped.randomness import Normals
 
-STRIDE = 0.2
-"""The largest mean relative change of a token's variance in one part of a step."""
-MOST_PARTS = 16
-"""The largest number of parts of a step. A path that needs more explodes in the next part."""
+STRIDE, NOISE = 0.2, 0.03
+"""The largest mean relative change of a token's variance in one part of a step, and the largest variance of that change."""
+NO_RETURN, SURE = 1e-4, 16.0
+"""A path explodes if it comes back to where a step has one part with less than this probability, and has so many parts of time left."""
+MOST_PARTS = 2**14
+"""Parts after which a path has exploded, whatever that probability is: only a path that hardly drifts takes so many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +59,8 @@ class LogitPerturbation(Term):
     variance: float
     qk_norm: bool = False
     rope: Rope = None
+    ceiling: float = field(default=math.inf, repr=False)
+    """The largest eigenvalue at which a path stops, also between two parts of a step."""
 
     def drift(self, V: Matrix) -> Matrix:
         change = self.mean_change(V)
@@ -98,14 +114,15 @@ class LogitPerturbation(Term):
         $C^{\alpha\delta} = J^{\delta\delta} - 2 (PJ)^{\alpha\delta}$, up to terms that do not depend on $\delta$: the softmax ignores them.
         """
         P, kernel = resting_attention(self.mask, V.shape[-1], V), self.kernel(V)
-        # The rows of E add up to 0, so tokens and keys may be taken less the first of them. What all of them share changes neither Q nor
-        # S2, but for the query's own length, and its rounding would drown what is left of them when the tokens collapse. RoPE turns the
-        # keys by different angles, so that they do not collapse with the tokens.
-        tokens = subtract_first(V)
+        # The rows of E add up to 0, so tokens and keys may be taken less one of them. What all of them share changes neither Q nor
+        # S2, but for the query's own length, and its rounding would drown what is left of them when the tokens collapse. The one is the
+        # shortest: the rounding of a long one, which a mask may hide, would drown the others. RoPE turns the keys by different angles,
+        # so that they do not collapse with the tokens.
+        tokens = subtract_shortest(V)
         if self.rope is not None:
             K, turned = kernel, kernel * lag_matrix(self.rope, V.shape[-1], V)
         else:
-            K = turned = subtract_first(kernel) if self.qk_norm else tokens
+            K = turned = subtract_shortest(kernel) if self.qk_norm else tokens
         PV = product(tokens, P.mT).mT  # P V, since V is symmetric; for the one row of an unmasked P this order is several times faster
         U = product(PV, P.mT)
         squared = None
@@ -132,30 +149,42 @@ class LogitPerturbation(Term):
         moved = self.stride(point, h, change, normals)
         if self.qk_norm:
             return moved
-        fast = change.fast(self.rate * h)
+        fast = change.fast(self.rate * h, self.noisiness)
         if len(fast):
             moved.V[fast] = self.move_in_parts(match_layout(point.V[fast], point.V), h, normals.fork())
         return moved
 
+    @property
+    def noisiness(self) -> float:
+        """Four times variance over rate: at most this times the drift's first part is the variance of a token's relative change."""
+        return 4.0 * self.variance / self.rate
+
     def move_in_parts(self, V: Float[Tensor, "batch m m"], h: float, normals: Normals) -> Float[Tensor, "batch m m"]:
         """A step of length h, with a number of parts for each path.
 
-        A part changes no token's variance by more than the share STRIDE, on average, but is no shorter than h/MOST_PARTS. While the
+        A part changes no token's variance by more than the share STRIDE, on average, and with a variance of NOISE at most. While the
         variance grows by a share s, the drift grows by 2s. A stride, which takes the drift at its start, lags behind by about 1.4 s: 5/4 s
         where the drift's second part dominates, 3/2 s where the first does. So it is made longer than the part by that.
+
+        The longer the tokens, the shorter the parts, so no number of parts can be too small for a path that comes back. A path ends
+        earlier only above the ceiling, or where it does not come back (`find_lost`): then it leaves the safe part of the float range.
         """
         left = V.new_full((len(V),), h)
-        moving = torch.arange(len(V), device=V.device)
-        while len(moving):
+        moving, ceiling = torch.arange(len(V), device=V.device), min(self.ceiling, largest_safe(V.dtype))
+        for taken in itertools.count(1):
             here = Point(matrix=match_layout(V[moving], V))
             change = self.mean_change(here.V)
-            speed, growth = change.speed_and_growth()
-            parts = torch.minimum(left[moving] * speed * (self.rate / STRIDE), left[moving] * (MOST_PARTS / h)).ceil_().clamp_(min=1.0)
+            speed, growth = change.speed_and_growth(self.noisiness)
+            parts = (left[moving] * speed * (self.rate / STRIDE)).ceil_().clamp_(min=1.0)
             part = left[moving] / parts
             length = part * (1.0 + 1.4 * self.rate * part * growth)
-            V[moving] = self.stride(here, length[:, None, None], change, normals).V
+            moved = self.stride(here, length[:, None, None], change, normals).V
+            lost = (change.find_lost(parts, self.noisiness) | (taken == MOST_PARTS)) & (parts > 1.0)
+            V[moving] = torch.where(lost[:, None, None], explode(here.V), moved)
             left[moving] -= part
-            moving = moving[parts > 1.0]
+            moving = moving[(parts > 1.0) & ~lost & ~exceeds(moved, ceiling)]
+            if not len(moving):
+                break
         return V
 
     def stride(self, point: Point, h: float | Float[Tensor, "batch 1 1"], change: MeanChange, normals: Normals) -> Point:
@@ -170,6 +199,9 @@ class LogitPerturbation(Term):
         M = E.mul_((h * self.variance) ** 0.5).add_(change.second * (h * self.rate))
         moved = product_lower(M, L).add_(L)
         return Point(matrix=product(moved, moved.mT).addcmul_(change.kernel, change.squared * (h * (self.rate - self.variance))))
+
+    def stopping_at(self, upper: float) -> LogitPerturbation:
+        return replace(self, ceiling=upper)
 
     def longest(self, m: int) -> float:
         """Without QK-norm `move` chooses its parts by V. With it the drift is linear in V, and a step changes tokens of equal lengths by
@@ -199,10 +231,16 @@ def centred_covariance(P: Float[Tensor, "m m"], K: Matrix, mode: Float[Tensor, "
     return straight - left * W.mT[..., None, :, :, None] - right * W[..., :, None, None, :] + U[..., :, None, :, None]
 
 
-def subtract_first(K: Matrix) -> Matrix:
-    """The Gram matrix of the tokens less the first of them."""
-    first = K[..., :1, :]
-    return (K - first).sub_(first.mT).add_(first[..., :1])
+def explode(V: Float[Tensor, "batch m m"]) -> Float[Tensor, "batch m m"]:
+    """V, so much longer that it has left the safe part of the float range."""
+    return V * (2.0 * largest_safe(V.dtype) / V.diagonal(dim1=-2, dim2=-1).amax(-1))[:, None, None]
+
+
+def subtract_shortest(K: Matrix) -> Matrix:
+    """The Gram matrix of the tokens less the shortest of them."""
+    place = K.diagonal(dim1=-2, dim2=-1).argmin(-1)[..., None, None]
+    row = K.gather(-2, place.expand(*K.shape[:-2], 1, K.shape[-1]))
+    return (K - row).sub_(row.mT).add_(row.gather(-1, place))
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,18 +258,41 @@ class MeanChange:
     squared: Float[Tensor, "*batch rows rows"]
     second: Matrix
 
-    def fast(self, time: float) -> Int[Tensor, " fast"]:
-        """The paths, by their numbers, on which a token's mean variance changes by more than STRIDE/8 in this time, for a rate of 1."""
+    def fast(self, time: float, noisiness: float) -> Int[Tensor, " fast"]:
+        """The paths, by their numbers, on which a token's variance changes by more than an eighth of a part's share in this time, for a
+        rate of 1."""
         size = self.V.diagonal(dim1=-2, dim2=-1).amax(-1)
-        perhaps = (size.square_() > STRIDE / (24.0 * time)).nonzero()[:, 0]  # the speed is below 3 times the squared largest variance
+        most = max(3.0, noisiness * STRIDE / NOISE)  # the speed is below this times the squared largest variance
+        perhaps = (size.square_() > STRIDE / (8.0 * most * time)).nonzero()[:, 0]
         if not len(perhaps):
             return perhaps
-        speed, _ = MeanChange(self.V[perhaps], self.kernel[perhaps], self.squared[perhaps], self.second[perhaps]).speed_and_growth()
+        here = MeanChange(self.V[perhaps], self.kernel[perhaps], self.squared[perhaps], self.second[perhaps])
+        speed, _ = here.speed_and_growth(noisiness)
         return perhaps[speed > STRIDE / (8.0 * time)]
 
-    def speed_and_growth(self) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """The largest relative change of a token's mean variance in a unit of time, up or down, and the largest up; for a rate of 1."""
-        own = self.squared.diagonal(dim1=-2, dim2=-1)
+    def split_growth(self) -> tuple[Float[Tensor, "batch rows"], Float[Tensor, "batch m"]]:
+        """The relative change of each token's mean variance in a unit of time, for a rate of 1: by the drift's first part and second."""
         second = (self.second * self.V).sum(-1).mul_(2.0) / self.V.diagonal(dim1=-2, dim2=-1)
-        second = second.nan_to_num_(0.0)  # a token of length zero
-        return (own + second.abs()).amax(-1), (own + second).amax(-1).clamp_(min=0.0)
+        return self.squared.diagonal(dim1=-2, dim2=-1), second.nan_to_num_(0.0)  # a token of length zero
+
+    def speed_and_growth(self, noisiness: float) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
+        """The largest relative change of a token's mean variance in a unit of time, up or down, and the largest up; for a rate of 1.
+
+        Where the noise is what limits a part, the speed is what the noise allows.
+        """
+        own, second = self.split_growth()
+        speed = torch.maximum(own + second.abs(), own * (noisiness * STRIDE / NOISE)).amax(-1)
+        return speed, (own + second).amax(-1).clamp_(min=0.0)
+
+    def find_lost(self, parts: Float[Tensor, " batch"], noisiness: float) -> Bool[Tensor, " batch"]:
+        r"""The paths that explode: they do not come back to where the rest of a step, now of so many parts, has one.
+
+        The logarithm of the longest token's variance has a drift $g - n/2$ and a noise of variance n, both times the squared length: g
+        from the drift, n = noisiness times its first part. While the tokens keep their directions, it falls by $\log R$ with the
+        probability $R^{-(2g/n - 1)}$ at most, and parts are as $R^2$. Without noise a path explodes within 2.5 parts of time.
+        """
+        own, second = self.split_growth()
+        longest = self.V.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
+        own, growth = (rate.gather(-1, longest)[:, 0] for rate in (own.expand_as(second), own + second))
+        steepness = 2.0 * growth / (noisiness * own) - 1.0
+        return (parts > SURE) & (0.5 * steepness * parts.log() > -math.log(NO_RETURN))

@@ -48,6 +48,10 @@ class Term(ABC):
         """The same term for half steps: it cuts a step h/2 into as many parts as this one cuts h."""
         return self
 
+    def stopping_at(self, upper: float) -> Term:
+        """The same term for paths that stop at this eigenvalue."""
+        return self
+
     @abstractmethod
     def plus(self, other: Term) -> Term | None:
         """The sum of both as one term, or None if there is no such term."""
