@@ -9,7 +9,7 @@ from scipy.stats import ks_2samp, wasserstein_distance
 
 import shaped
 from refusals import refused
-from shaped.compare import measure_distances
+from shaped.compare import find_statistic, measure_distances
 from shaped.testing.stats import seed
 
 
@@ -117,6 +117,47 @@ def test_what_differs_by_rounding_is_equal():
     half = shaped.propagate(layer, V0, n=8, d=50, samples=50, seed=0, dtype=torch.float32)
     found = shaped.compare(shaped.solve(layer, V0, T=6.25, steps=50, samples=50, seed=0), half)
     assert all(distance.value == 0.0 for distance in (*found.ks.values(), *found.wasserstein.values()))
+
+
+def test_tokens_that_coincide_have_one_law_in_both_dtypes():
+    """The determinant is then 0, and what is computed of it is rounding, of another size in each dtype."""
+    V0 = torch.ones(3, 3, dtype=torch.float64)
+    V0[2, :2] = V0[:2, 2] = 0.3
+    block = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5)
+    single, double = (
+        shaped.propagate(block, V0, n=32, d=16, samples=1000, seed=seed(place), dtype=dtype)
+        for place, dtype in ((87, torch.float32), (88, torch.float64))
+    )
+    found = shaped.compare(double, single)
+    assert found.ks["logdet"].value < 2.74 * math.sqrt(2 / 1000)
+    assert found.unresolved == {"rho": 1.0, "V": 0.0, "logdet": 1.0, "eigmax": 0.0}
+    assert str(found).count("rounding hides the collapse in 100% of the values") == 2
+
+
+def test_correlations_near_one_have_one_law_in_both_dtypes():
+    """A third of these paths come nearer to ±1 than float32 can tell."""
+    layer, V0 = shaped.ShapedPerceptron(0.0, -1.0), shaped.equicorrelated(2, 0.2)
+    single, double, other = (
+        shaped.propagate(layer, V0, n=25, d=d, samples=1500, seed=seed(place), dtype=dtype, record="last")
+        for place, d, dtype in ((89, 200, torch.float32), (90, 200, torch.float64), (91, 150, torch.float64))
+    )
+    found = shaped.compare(double, single)
+    assert max(found.ks[name].value for name in ("rho", "logdet")) < 2.74 * math.sqrt(2 / 1500)
+    assert 0.2 < found.unresolved["rho"] < 0.5
+    late = shaped.Trajectory(single.t, other.V, other.stopped)
+    assert not shaped.compare(single, late).ks["rho"].within_band, "what rounding leaves still tells two laws apart"
+
+
+def test_what_float64_resolves_keeps_its_bits():
+    V = torch.stack([shaped.equicorrelated(2, 1.0 - 10.0**-k) for k in range(1, 11)])
+    for dtype, resolved in ((torch.float64, 10), (torch.float32, 4)):
+        rho, logdet = (find_statistic(name, (0, 1), 2, dtype)(V) for name in ("rho", "logdet"))
+        assert (rho[:resolved, 0] == shaped.correlation(V)[:resolved, 0, 1]).all()
+        assert (logdet[:resolved] == torch.linalg.eigvalsh(V)[:resolved].log().sum(-1)).all()
+        assert (rho[resolved:] == 1.0).all()
+        found = shaped.compare(trajectory(V), trajectory(V.to(dtype)), statistics=("rho", "V", "logdet"))
+        assert found.unresolved["rho"] == pytest.approx(1 - resolved / 10)
+        assert found.unresolved["V"] == 0.0
 
 
 def test_what_cannot_be_compared_is_named():
