@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shaped.checks import whole_number
@@ -85,7 +85,7 @@ class Distance:
 
     value: float
     error: float
-    """Its standard error, by the bootstrap."""
+    """Its standard error, by the bootstrap (by permutation where paths begin at different V0)."""
     band: float
     """95 % quantile of the distance between two samples of one law, of these sizes (by permutation)."""
     floor: float
@@ -134,6 +134,10 @@ def compare(
 ) -> Comparison:
     """Kolmogorov-Smirnov and Wasserstein distances between two trajectories at one of their recorded times.
 
+    Paths that began at different V0, each with the same share in both trajectories, are permuted among those of the same V0. For that both
+    must have recorded time 0, which `record="last"` does not. Otherwise the paths of a trajectory count as draws of one law: for a fixed
+    list of different V0 bands and errors are then too large, and differences go unnoticed.
+
     Args:
         statistics: names ("rho", "V", "variance", "logdet", "eigmax"), or functions by name, from V, [sample, m, m], to one number or
             [sample, number]. By default all but the variance. "rho" so near to ±1 that rounding hides the rest is ±1, and "logdet"
@@ -169,6 +173,10 @@ def compare(
     running = [path.V[at][(path.stopped > time).to(path.V.device)] for path, time in zip((one, other), times, strict=True)]
     if min(map(len, running)) < 2:
         raise ValueError(f"each trajectory must have at least 2 paths that did not stop, got {len(running[0])} and {len(running[1])}")
+    starts, groups = number_starts(one, other, coarser), None
+    if starts is not None:
+        kept = [path.stopped.cpu().numpy() > time for path, time in zip((one, other), times, strict=True)]
+        groups = np.concatenate([numbers[keep] for numbers, keep in zip(starts, kept, strict=True)])
     rng = np.random.default_rng(seed)
     # Values that differ only by rounding are set equal, such as those of a limit without noise.
     rounding = torch.finfo(coarser).eps ** 0.75
@@ -183,7 +191,7 @@ def compare(
         pooled = np.concatenate([x, y])
         if np.ptp(pooled) <= rounding * np.abs(pooled).max():
             x, y = np.full_like(x, pooled.flat[0]), np.full_like(y, pooled.flat[0])
-        ks[name], wasserstein[name] = measure_distances(x, y, resamples, rng)
+        ks[name], wasserstein[name] = measure_distances(x, y, resamples, rng, groups)
     stopped = [(path.V.shape[1] - len(rest)) / path.V.shape[1] for rest, path in zip(running, (one, other), strict=True)]
     return Comparison(ks, wasserstein, (stopped[0], stopped[1]), (one.V.shape[1], other.V.shape[1]), unresolved)
 
@@ -194,6 +202,28 @@ def find_unresolved(name: str, values: Sample, V: Float[Tensor, "sample m m"], c
         eigenvalues = torch.linalg.eigvalsh(V)
         return (eigenvalues[:, :1] < find_resolution(coarser, V.shape[-1]) * eigenvalues[:, -1:]).cpu().numpy()
     return np.abs(values) == 1.0 if name == "rho" else np.zeros_like(values, dtype=bool)
+
+
+def number_starts(one: Trajectory, other: Trajectory, coarser: torch.dtype) -> list[Int[np.ndarray, " sample"]] | None:
+    """The number of the V0 at which each path of each trajectory began. None unless both recorded it and began at different V0, each with
+    the same share in both."""
+    if one.t[0] != 0 or other.t[0] != 0:
+        return None
+    V0 = [path.V[0].to(coarser).flatten(1).cpu() for path in (one, other)]
+    first = V0[0][0]
+    if all(torch.equal(V, first.expand_as(V)) for V in V0):
+        return None
+    numbers = torch.unique(torch.cat(V0), dim=0, return_inverse=True)[1].numpy()
+    found = np.split(numbers, [len(V0[0])])
+    counts = [np.bincount(part, minlength=numbers.max() + 1) for part in found]
+    return found if (counts[0] * len(V0[1]) == counts[1] * len(V0[0])).all() else None
+
+
+def permute_within(groups: Int[np.ndarray, " row"], values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The values, permuted among the rows of each group."""
+    permuted = np.empty_like(values)
+    permuted[np.lexsort((rng.random(len(values)), groups))] = values[np.argsort(groups, kind="stable")]
+    return permuted
 
 
 def is_index(value: object, m: int) -> bool:
@@ -217,8 +247,13 @@ def _evaluate(name: str, statistic: Statistic, V: Tensor) -> Sample:
     return found.double().reshape(len(V), -1).cpu().numpy()
 
 
-def measure_distances(x: Sample, y: Sample, resamples: int, rng: np.random.Generator) -> tuple[Distance, Distance]:
-    """Kolmogorov-Smirnov and Wasserstein-1 distances of two samples. Rows are independent; numbers in one row need not be."""
+def measure_distances(
+    x: Sample, y: Sample, resamples: int, rng: np.random.Generator, groups: Int[np.ndarray, " row"] | None = None
+) -> tuple[Distance, Distance]:
+    """Kolmogorov-Smirnov and Wasserstein-1 distances of two samples. Rows are independent; numbers in one row need not be.
+
+    `groups`: the number of the group of each row of x and then of y. "One law" is then one law in each group.
+    """
     pooled = np.concatenate([x, y])
     order = np.argsort(pooled, axis=None, kind="stable")
     gaps = np.diff(pooled.ravel()[order])
@@ -238,8 +273,11 @@ def measure_distances(x: Sample, y: Sample, resamples: int, rng: np.random.Gener
     measured = measure(from_x, ~from_x)
     bootstrap, permuted = np.empty((resamples, 2)), np.empty((resamples, 2))
     for i in range(resamples):
-        shuffled = rng.permutation(from_x)
+        shuffled = rng.permutation(from_x) if groups is None else permute_within(groups, from_x, rng)
         permuted[i] = measure(shuffled, ~shuffled)
+        if groups is not None:  # the samples with the noise of a permutation: a group of one path in each sample has no bootstrap
+            bootstrap[i] = measure(from_x.astype(int) + shuffled, (~from_x).astype(int) + ~shuffled)
+            continue
         in_x, in_y = (np.bincount(rng.integers(size, size=size), minlength=size) for size in sizes)
         bootstrap[i] = measure(np.concatenate([in_x, 0 * in_y]), np.concatenate([0 * in_x, in_y]))
     ks, wasserstein = (
