@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and how it refuses."""
 
 import json
+import math
 import subprocess
 import sys
 import warnings
@@ -174,6 +175,32 @@ def test_reproduce_writes_numbers_pictures_and_report(monkeypatch, capsys, tmp_p
     assert shown.splitlines()[-1] == last
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fig7.json", "fig7.npz", "fig7.pdf", "fig7.png", "report.html"]
     assert json.loads((tmp_path / "fig7.json").read_text())["scale"] == "quick"
+
+
+def test_networks_of_converge_are_in_float64_where_float32_rounds_the_limit_off():
+    from shaped.commands.converge import choose_dtype
+
+    def limit(*V: torch.Tensor, stopped: int = 0) -> shaped.Trajectory:
+        ends = torch.full((len(V),), math.inf, dtype=torch.float64)
+        ends[:stopped] = 0.5
+        return shaped.Trajectory(torch.tensor([1.0], dtype=torch.float64), torch.stack(V)[None], ends)
+
+    usual, near = shaped.equicorrelated(3, 0.2), shaped.equicorrelated(3, 1 - 1e-6)
+    opposite = torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert choose_dtype(limit(usual, 1e8 * usual, 1e-8 * usual)) == torch.float32
+    for V in (near, opposite, 1e-11 * usual, 1e11 * usual):
+        assert choose_dtype(limit(V, usual)) == torch.float64
+        assert choose_dtype(limit(V, usual, stopped=1)) == torch.float32
+
+
+@pytest.mark.parametrize(("layers", "horizon", "dtype"), [("attention", 0.5, torch.float32), ("perceptron", 12.0, torch.float64)])
+def test_converge_simulates_networks_in_that_dtype(monkeypatch, layers, horizon, dtype):
+    from shaped.commands import converge
+
+    drawn = []
+    monkeypatch.setattr(converge, "propagate", lambda *given, **how: drawn.append(how["dtype"]) or shaped.propagate(*given, **how))
+    converge.compute(converge.Settings(layers=layers, tokens=2, widths=(8,), horizon=horizon, samples=40, step=0.1), progress=False)
+    assert drawn == [dtype]
 
 
 def test_the_rate_of_a_known_decay_is_found():

@@ -9,7 +9,7 @@ from scipy.stats import ks_2samp, wasserstein_distance
 
 import shaped
 from refusals import refused
-from shaped.compare import measure_distances
+from shaped.compare import find_statistic, measure_distances, permute_within
 from shaped.testing.stats import seed
 
 
@@ -117,6 +117,99 @@ def test_what_differs_by_rounding_is_equal():
     half = shaped.propagate(layer, V0, n=8, d=50, samples=50, seed=0, dtype=torch.float32)
     found = shaped.compare(shaped.solve(layer, V0, T=6.25, steps=50, samples=50, seed=0), half)
     assert all(distance.value == 0.0 for distance in (*found.ks.values(), *found.wasserstein.values()))
+
+
+def test_tokens_that_coincide_have_one_law_in_both_dtypes():
+    """The determinant is then 0, and what is computed of it is rounding, of another size in each dtype."""
+    V0 = torch.ones(3, 3, dtype=torch.float64)
+    V0[2, :2] = V0[:2, 2] = 0.3
+    block = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5)
+    single, double = (
+        shaped.propagate(block, V0, n=32, d=16, samples=1000, seed=seed(place), dtype=dtype)
+        for place, dtype in ((87, torch.float32), (88, torch.float64))
+    )
+    found = shaped.compare(double, single)
+    assert found.ks["logdet"].value < 2.74 * math.sqrt(2 / 1000)
+    assert found.unresolved == {"rho": 1.0, "V": 0.0, "logdet": 1.0, "eigmax": 0.0}
+    assert str(found).count("rounding hides the collapse in 100% of the values") == 2
+
+
+def test_correlations_near_one_have_one_law_in_both_dtypes():
+    """A third of these paths come nearer to ±1 than float32 can tell."""
+    layer, V0 = shaped.ShapedPerceptron(0.0, -1.0), shaped.equicorrelated(2, 0.2)
+    single, double, other = (
+        shaped.propagate(layer, V0, n=25, d=d, samples=1500, seed=seed(place), dtype=dtype, record="last")
+        for place, d, dtype in ((89, 200, torch.float32), (90, 200, torch.float64), (91, 150, torch.float64))
+    )
+    found = shaped.compare(double, single)
+    assert max(found.ks[name].value for name in ("rho", "logdet")) < 2.74 * math.sqrt(2 / 1500)
+    assert 0.2 < found.unresolved["rho"] < 0.5
+    late = shaped.Trajectory(single.t, other.V, other.stopped)
+    assert not shaped.compare(single, late).ks["rho"].within_band, "what rounding leaves still tells two laws apart"
+
+
+def test_what_float64_resolves_keeps_its_bits():
+    V = torch.stack([shaped.equicorrelated(2, 1.0 - 10.0**-k) for k in range(1, 11)])
+    for dtype, resolved in ((torch.float64, 10), (torch.float32, 4)):
+        rho, logdet = (find_statistic(name, (0, 1), 2, dtype)(V) for name in ("rho", "logdet"))
+        assert (rho[:resolved, 0] == shaped.correlation(V)[:resolved, 0, 1]).all()
+        assert (logdet[:resolved] == torch.linalg.eigvalsh(V)[:resolved].log().sum(-1)).all()
+        assert (rho[resolved:] == 1.0).all()
+        found = shaped.compare(trajectory(V), trajectory(V.to(dtype)), statistics=("rho", "V", "logdet"))
+        assert found.unresolved["rho"] == pytest.approx(1 - resolved / 10)
+        assert found.unresolved["V"] == 0.0
+
+
+def spread_out(starts: torch.Tensor, rng: np.random.Generator, shift: float = 0.0, dtype: torch.dtype = torch.float64) -> shaped.Trajectory:
+    """A token whose variance is its start, a normal number and the shift. The last three paths stopped before that."""
+    ends = starts + shift + torch.from_numpy(rng.standard_normal(len(starts)))
+    stopped = torch.full((len(starts),), math.inf, dtype=torch.float64)
+    stopped[-3:] = 0.5
+    return shaped.Trajectory(
+        torch.tensor([0.0, 1.0], dtype=torch.float64), torch.stack([starts, ends])[:, :, None, None].to(dtype), stopped
+    )
+
+
+@pytest.mark.parametrize("different", [2, 60])
+def test_different_starts_do_not_widen_the_band(different):
+    """The starts are much further apart than the ends of paths from one start. Each trajectory has them in another order and dtype."""
+    rng, found = np.random.default_rng(seed(92)), []
+    for _ in range(200):
+        starts = torch.linspace(10.0, 30.0, different, dtype=torch.float64).repeat(60 // different)
+        pair = spread_out(starts, rng), spread_out(starts.flip(0), rng, dtype=torch.float32)
+        distances = shaped.compare(*pair, resamples=40)
+        found.append([(d["variance"].p, d["variance"].error, d["variance"].value) for d in (distances.ks, distances.wasserstein)])
+    p, error, value = np.moveaxis(np.array(found), -1, 0)
+    assert (np.abs(p.mean(0) - 0.5) < 5 * math.sqrt(1 / 12 / 200) + 0.1).all()  # 0.1: equal distances of permutations count, too
+    assert ((p <= 0.1).mean(0) < 0.1 + 5 * math.sqrt(0.1 * 0.9 / 200)).all()
+    assert (np.abs(error.mean(0) / value.std(0) - 1) < 0.8).all()  # noise on the largest gap of few is half too large
+    starts = torch.linspace(10.0, 30.0, different, dtype=torch.float64).repeat(1200 // different)
+    moved = shaped.compare(spread_out(starts, rng), spread_out(starts, rng, shift=0.5))
+    assert not moved.wasserstein["variance"].within_band
+
+
+def test_equal_starts_keep_their_bits_and_unequal_shares_are_not_matched():
+    """Nothing is matched where paths have one start, where it was not recorded, and where the starts are different mixtures."""
+    rng = np.random.default_rng(seed(93))
+
+    def forget_start(path: shaped.Trajectory) -> shaped.Trajectory:
+        return shaped.Trajectory(path.t[1:], path.V[1:], path.stopped)
+
+    same, two = torch.full((60,), 10.0, dtype=torch.float64), torch.tensor([10.0, 30.0], dtype=torch.float64)
+    for one, other in ((same, same), (two.repeat(30), two.repeat_interleave(torch.tensor([20, 40]))), (same, two.repeat(30))):
+        paths = spread_out(one, rng), spread_out(other, rng)
+        assert shaped.compare(*paths) == shaped.compare(*map(forget_start, paths))
+    paths = spread_out(two.repeat(30), rng), spread_out(two.repeat(15), rng)
+    assert shaped.compare(*paths) != shaped.compare(*map(forget_start, paths))
+    late = forget_start(paths[0])  # its first record is no start
+    assert shaped.compare(late, late).ks["variance"].band > 0.0
+
+
+def test_labels_are_permuted_within_groups():
+    groups, values = np.array([2, 0, 2, 1, 0, 2]), np.array([10, 20, 11, 30, 21, 12])
+    found = [permute_within(groups, values, np.random.default_rng(k)) for k in range(200)]
+    assert all((row // 10 == values // 10).all() for row in found)
+    assert len({tuple(row) for row in found}) == 6 * 2
 
 
 def test_what_cannot_be_compared_is_named():
