@@ -28,17 +28,25 @@ from shaped.stepping import moments, standard_error
 T, FINER = 96 / 512, 16
 
 
-def compare_steps(m: int, gamma: float, tau0: float, mask: str | None, samples: int, device: str, seed: int) -> dict[str, Any]:
-    layer = shaped.ShapedAttention(gamma, tau0, heads=8, project=True, mask=mask)
+def compare_steps(m: int, heads: int, gamma: float, tau0: float, mask: str | None, samples: int, device: str, seed: int) -> dict[str, Any]:
+    layer = shaped.ShapedAttention(gamma, tau0, heads, project=True, mask=mask)
     V0, steps = shaped.equicorrelated(m, 0.2), default_steps(layer, m, T)
     how: dict[str, Any] = {"T": T, "samples": samples, "record": "last", "upper": 1e4, "device": device, "progress": False}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         coarse = shaped.solve(layer, V0, seed=seed, **how)
     fine = shaped.solve(layer, V0, steps=FINER * steps, seed=seed + 1, check=False, **how)
-    row: dict[str, Any] = {"tokens": m, "gamma": gamma, "tau0": tau0, "mask": mask or "full", "steps": steps, "samples": samples}
+    row: dict[str, Any] = {
+        "tokens": m,
+        "heads": heads,
+        "gamma": gamma,
+        "tau0": tau0,
+        "mask": mask or "full",
+        "steps": steps,
+        "samples": samples,
+    }
     row["warned"] = any(issubclass(one.category, shaped.StepWarning) for one in caught)
-    found, finer = (moments(paths.V[-1], paths.stopped > T) for paths in (coarse, fine))
+    found, finer = (moments(paths.V[-1], paths.stopped > paths.t[-1]) for paths in (coarse, fine))
     for name, (value, influence) in found.items():
         other, second = finer[name]
         error = math.hypot(standard_error(influence), standard_error(second))
@@ -49,6 +57,7 @@ def compare_steps(m: int, gamma: float, tau0: float, mask: str | None, samples: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="4,16,128")
+    parser.add_argument("--heads", type=int, default=8, help="with one head paths come back from far away, and take long")
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -58,7 +67,7 @@ def main() -> None:
     table = Table("m", "gamma", "tau0", "mask", "steps", "mean of rho", "z", "spread", "z", "stopped", "z", "warned")
     rows = []
     for number, (m, gamma, tau0, mask) in enumerate(settings):
-        row = compare_steps(m, gamma, tau0, mask, given.samples, given.device, given.seed + 2 * number)
+        row = compare_steps(m, given.heads, gamma, tau0, mask, given.samples, given.device, given.seed + 2 * number)
         cells = [str(m), f"{gamma:g}", f"{tau0:g}", row["mask"], str(row["steps"])]
         for name in ("rho_mean", "rho_spread", "stopped_share"):
             one = row[name]
