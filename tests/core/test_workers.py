@@ -77,9 +77,12 @@ def test_simulations_in_threads_leave_the_number_of_threads_as_it_was():
 
     try:
         one, two = (threading.Thread(target=work) for work in (first, second))
-        one.start(), two.start(), two.join()
+        one.start()
+        two.start()
+        two.join()
         three = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-        three.start(), three.join()
+        three.start()
+        three.join()
         assert found == [1, 2]
     finally:
         torch.set_num_threads(before)

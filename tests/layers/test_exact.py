@@ -120,15 +120,15 @@ def test_a_stride_of_the_logits(mask):
 
 
 @pytest.mark.parametrize("variance", [0.01, 0.4])
-@pytest.mark.parametrize(("wanted", "many"), [(0.99 / 8, False), (1.01 / 8, True), (1.5, True), (3.1, True)])
+@pytest.mark.parametrize(("excess", "many"), [(0.99, False), (1.01, True), (12.3, True), (25.0, True)])
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_fast_path_takes_the_logits_step_in_parts(mask, wanted, many, variance):
-    """`wanted` parts of a fifth of a token's variance, or of what the noise allows: above an eighth the path is stepped on its own."""
+def test_a_fast_path_takes_the_logits_step_in_parts(mask, excess, many, variance):
+    """By this excess over what is stepped at once: an eighth of a part's mean change, or all of what the noise may do in a part."""
     given, bias = MASKS[mask]
     rate, h = 0.9, 0.01
     noisiness = 4 * variance / rate
     slow, V = random_covariance(3, 5) / 20, random_covariance(3, 12)
-    V = V * math.sqrt(wanted * 0.2 / (rate * h * speed_and_growth(V.numpy(), bias, noisiness)[0]))  # the speed is quadratic in V
+    V = V * math.sqrt(excess * 0.2 / (8 * rate * h * speed_and_growth(V.numpy(), bias, noisiness / 8)[0]))  # the speed is quadratic in V
     stream, same = twins(7)
     found = LogitPerturbation(given, rate, variance).move(Point(matrix=torch.stack([slow, V])), h, stream).V
     draws = same.square(torch.stack([slow, V])).numpy()

@@ -259,9 +259,9 @@ class MeanChange:
     second: Matrix
 
     def fast(self, time: float, noisiness: float) -> Int[Tensor, " fast"]:
-        """The paths, by their numbers, on which a token's variance changes by more than an eighth of a part's share in this time, for a
-        rate of 1."""
-        size = self.V.diagonal(dim1=-2, dim2=-1).amax(-1)
+        """The paths, by their numbers, on which in this time, for a rate of 1, a token's mean variance changes by more than STRIDE/8, or
+        with a variance of more than NOISE."""
+        size, noisiness = self.V.diagonal(dim1=-2, dim2=-1).amax(-1), noisiness / 8.0
         most = max(3.0, noisiness * STRIDE / NOISE)  # the speed is below this times the squared largest variance
         perhaps = (size.square_() > STRIDE / (8.0 * most * time)).nonzero()[:, 0]
         if not len(perhaps):
