@@ -146,6 +146,10 @@ def test_wrong_settings_of_a_run_are_refused(tiny: Settings, tmp_path: Path):
         quiet(replace(tiny, out=Path(__file__)))
     with refused("graph", "cpu"):
         quiet(replace(tiny, graph="on"))
+    before = sorted(tiny.data.iterdir())
+    with refused("out must be another folder than data", str(tiny.data)):
+        quiet(replace(tiny, out=tiny.data))
+    assert sorted(tiny.data.iterdir()) == before
 
 
 def test_everything_that_is_to_be_tried_is_a_setting(tiny: Settings):

@@ -40,6 +40,8 @@ def pretrain(settings: Settings, *, log: Log = print, progress: bool = False, st
 
     `steppers` are reused by runs of the same shapes in one process: nothing is then compiled again.
     """
+    if settings.out.resolve() == settings.data.resolve():
+        raise ValueError(f"out must be another folder than data, whose files it would mix with its own, got {settings.out} for both")
     done = settings.out / "result.json"
     with folder_lock(settings.out) if is_first() and not done.exists() else nullcontext():
         if is_first():
