@@ -75,9 +75,10 @@ class Ensemble:
         dtype = torch.float32 if self.single else torch.float64
         return propagate(self.layer, self.V0, n=self.n, d=self.d, dtype=dtype, **self.options)
 
-    def simulate_limit(self) -> Trajectory:
+    def simulate_limit(self, V0: Tensor | None = None) -> Trajectory:
+        """From V0, or from matrices that other paths have reached."""
         T = self.d / self.n
-        return solve(self.layer, self.V0, T=T, steps=max(1, round(T / self.step)), **self.options)
+        return solve(self.layer, self.V0 if V0 is None else V0, T=T, steps=max(1, round(T / self.step)), **self.options)
 
     def simulate(self, face: str) -> Trajectory:
         return self.simulate_limit() if face == "sde" else self.simulate_network()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +13,7 @@ from shaped.figures.shared.ensembles import Ensemble
 from shaped.layers import ShapedAttention
 
 CAP = 1.0
+EARLY, USUAL_STEP = 10, 0.01
 EDGE = "near the edge of stability (τ0 = 8 to 16 with four tokens) the median rises again beyond γ = 0.7 to 0.8"
 NEXT = "between neighbours on the grid"
 TWO_TOKENS = (
@@ -54,7 +55,20 @@ def make_ensemble(settings: Settings, gamma: float, tau0: float, m: int, seed: i
 
 def simulate_stopping_times(ensemble: Ensemble, face: str) -> Float[np.ndarray, " sample"]:
     """Simulates; returns t* = d*/n of each path, capped at 1 as in the paper."""
-    return np.minimum(ensemble.simulate(face).stopped.numpy(), CAP)
+    return np.minimum(simulate_early_first(ensemble) if face == "sde" else ensemble.simulate_network().stopped.numpy(), CAP)
+
+
+def simulate_early_first(ensemble: Ensemble) -> Float[np.ndarray, " sample"]:
+    """Stopping times of the SDE. Most paths stop at once; those that are left after EARLY layers go on with the usual step."""
+    if ensemble.step >= USUAL_STEP or ensemble.d <= EARLY:
+        return ensemble.simulate_limit().stopped.numpy()
+    first = replace(ensemble, d=EARLY).simulate_limit()
+    stopped = first.stopped.numpy()
+    left = np.isinf(stopped)
+    if left.any():
+        rest = replace(ensemble, d=ensemble.d - EARLY, step=USUAL_STEP, samples=int(left.sum()), seed=ensemble.seed + 1)
+        stopped[left] = EARLY / ensemble.n + rest.simulate_limit(first.V[-1, left]).stopped.numpy()
+    return stopped
 
 
 def estimate_median(times: Float[np.ndarray, " sample"], seed: int) -> tuple[float, float, float]:
