@@ -36,6 +36,8 @@ STRIDE, NOISE = 0.2, 0.03
 """The largest mean relative change of a token's variance in one part of a step, and the largest variance of that change."""
 NO_RETURN, SURE = 1e-4, 16.0
 """A path explodes if it comes back to where a step has one part with less than this probability, and has so many parts of time left."""
+FAR = 64.0
+"""How many times longer, squared, a token must be than the shortest to be far longer."""
 MOST_PARTS = 2**14
 """Parts after which a path has exploded, whatever that probability is: only a path that hardly drifts takes so many."""
 
@@ -115,14 +117,14 @@ class LogitPerturbation(Term):
         """
         P, kernel = resting_attention(self.mask, V.shape[-1], V), self.kernel(V)
         # The rows of E add up to 0, so tokens and keys may be taken less one of them. What all of them share changes neither Q nor
-        # S2, but for the query's own length, and its rounding would drown what is left of them when the tokens collapse. The one is the
-        # shortest: the rounding of a long one, which a mask may hide, would drown the others. RoPE turns the keys by different angles,
+        # S2, but for the query's own length, and its rounding would drown what is left of them when the tokens collapse. The one must not
+        # be long: the rounding of a long one, which a mask may hide, would drown the others. RoPE turns the keys by different angles,
         # so that they do not collapse with the tokens.
-        tokens = subtract_shortest(V)
+        tokens = subtract_short(V)
         if self.rope is not None:
             K, turned = kernel, kernel * lag_matrix(self.rope, V.shape[-1], V)
         else:
-            K = turned = subtract_shortest(kernel) if self.qk_norm else tokens
+            K = turned = subtract_short(kernel) if self.qk_norm else tokens
         PV = product(tokens, P.mT).mT  # P V, since V is symmetric; for the one row of an unmasked P this order is several times faster
         U = product(PV, P.mT)
         squared = None
@@ -234,6 +236,19 @@ def centred_covariance(P: Float[Tensor, "m m"], K: Matrix, mode: Float[Tensor, "
 def explode(V: Float[Tensor, "batch m m"]) -> Float[Tensor, "batch m m"]:
     """V, so much longer that it has left the safe part of the float range."""
     return V * (2.0 * largest_safe(V.dtype) / V.diagonal(dim1=-2, dim2=-1).amax(-1))[:, None, None]
+
+
+def subtract_short(K: Matrix) -> Matrix:
+    """The Gram matrix of the tokens less one of them: the first, unless another is far shorter."""
+    if K.is_cuda or K.ndim != 3:
+        return subtract_shortest(K)
+    first = K[..., :1, :]
+    less = (K - first).sub_(first.mT).add_(first[..., :1])
+    squares = K.diagonal(dim1=-2, dim2=-1)
+    long = (squares[:, 0] > FAR * squares.amin(-1)).nonzero()[:, 0]  # few: to look for the shortest takes ten times as long
+    if len(long):
+        less[long] = subtract_shortest(K[long])
+    return less
 
 
 def subtract_shortest(K: Matrix) -> Matrix:
