@@ -4,25 +4,32 @@
     python benchmarks/studies/causal_race.py choose --data data-1024 --out runs/causal --minutes 9
     python benchmarks/studies/causal_race.py final --data data-1024 --out runs/causal --minutes 9
     python benchmarks/studies/causal_race.py sample --out runs/causal
+    python benchmarks/studies/causal_race.py context --data data-1024 --out runs/causal
     python benchmarks/studies/causal_race.py table --write
 
-A run that docs/results/causal-race*.json or the folder `--out` has already is not made again. `sample` is for the machine that made the
-finals: models are too large to keep.
+A run that docs/results/causal-race*.json or the folder `--out` has already is not made again. `sample` and `context` are for the machine
+that made the finals: models are too large to keep. `context` writes context.json: the test loss by the token's position in its row.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import race
 import race_tables
-import torch
+from common import report
 from race import Choice, Measure, OutOfTime, RunRecord, Track
+
+from shaped.train.data.prepared import Data, load_data
 
 FILES = "causal-race*.json"
 ARMS = ("recover-qk", "preln-qk", "prerms-qk")  # the best three of the masked race
@@ -32,7 +39,7 @@ TUNING = race.TUNING | SHAPE
 FINAL: dict[str, Any] = SHAPE | {"steps": 10_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 0}
 SEEDS = (1, 2)
 CHOICES: dict[str, tuple[Choice, ...]] = {  # as many for each arm; none was tried in the first finals
-    "recover-qk": (race.SLOW_GAINS, race.GAMMA),
+    "recover-qk": (race.TABLES, race.SLOW_GAINS),
     "preln-qk": (race.QK_GAIN, race.CLIP),
     "prerms-qk": (race.QK_GAIN, race.CLIP),
 }
@@ -126,24 +133,52 @@ def _format_finals(runs: list[RunRecord]) -> list[str]:
 
 def write_sample(run: Path) -> None:
     """Text that the model of a run writes after each prompt, sampled at temperature 0.8 among the 50 likeliest tokens."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    import shaped.hf  # noqa: F401  makes the Auto classes know the model
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(run)
-    model.to(device)
-    tokenizer = AutoTokenizer.from_pretrained(run)
+    model, tokenizer = load_model(run), AutoTokenizer.from_pretrained(run)
     torch.manual_seed(0)
     for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").to(device)
+        ids = tokenizer(prompt, return_tensors="pt").to(model.device)
         written = model.generate(**ids, max_new_tokens=60, do_sample=True, temperature=0.8, top_k=50)
         print(f"{run.name}: {tokenizer.decode(written[0], skip_special_tokens=True)}", flush=True)
 
 
+@torch.inference_mode()
+def measure_context(run: Path, data: Data) -> list[dict[str, float]]:
+    """The test loss by the token's position in its row: what uses the context gains more from the tokens before.
+
+    Means over all rows of the positions 1, 2 and 3, 4 to 7, 8 to 15, ..., with their standard errors. Nothing predicts position 0, `[CLS]`.
+    """
+    model = load_model(run)
+    rows = torch.from_numpy(data.rows("valid").astype("int64"))
+    losses = []
+    for some in rows.to(model.device).split(SHAPE["batch"]):
+        with torch.autocast("cuda", torch.bfloat16, enabled=some.is_cuda):
+            logits = model(input_ids=some[:, :-1]).logits
+        losses.append(torch.nn.functional.cross_entropy(logits.float().mT, some[:, 1:], reduction="none"))
+    by_position = torch.cat(losses).double()
+    firsts = [2**k for k in range(by_position.shape[1].bit_length())]
+    parts = [by_position[:, first - 1 : 2 * first - 1].mean(-1) for first in firsts]
+    errors = [part.std().item() / len(part) ** 0.5 for part in parts]
+    return [{"first": at, "loss": part.mean().item(), "standard_error": e} for at, part, e in zip(firsts, parts, errors, strict=True)]
+
+
+def find_models(out: Path, pattern: str) -> list[Path]:
+    return sorted(model.parent for model in out.glob(f"{pattern}/model.safetensors"))
+
+
+def load_model(run: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    import shaped.hf  # noqa: F401  makes the Auto classes know the model
+
+    model: Any = AutoModelForCausalLM.from_pretrained(run)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "choose", "final", "sample", "table"))
+    parser.add_argument("what", choices=("tune", "choose", "final", "sample", "context", "table"))
     parser.add_argument("arms", nargs="*", default=ARMS, help=f"of {', '.join(ARMS)}; all of them by default")
     parser.add_argument("--data", type=Path, default=Path("data-1024"))
     parser.add_argument("--out", type=Path, default=Path("runs/causal"))
@@ -160,9 +195,14 @@ def main() -> None:
     elif given.what == "sample":
         for arm in given.arms:
             for kind in ("final", "chosen"):
-                models = sorted(given.out.glob(f"causal-{arm}-{kind}-*/model.safetensors"))
-                for model in models[:1]:
-                    write_sample(model.parent)
+                for run in find_models(given.out, f"causal-{arm}-{kind}-*")[:1]:
+                    write_sample(run)
+    elif given.what == "context":
+        runs = [run for arm in given.arms for run in find_models(given.out, f"causal-{arm}-*")]
+        if not runs:
+            parser.error(f"out must have models of the arms, got {given.out} without any")
+        data = load_data(given.data)
+        report(given.out / "context.json", {"runs": {run.name: measure_context(run, data) for run in runs}})
     else:
         search = tune if given.what == "tune" else choose
         _make_runs(Track(given.data, given.out, given.minutes, FILES), given.arms, search, final=given.what == "final")

@@ -2,7 +2,7 @@
 
     python benchmarks/studies/race.py tune recover-qk preln-qk --data data --out runs/race --minutes 9
     python benchmarks/studies/race.py lengthen recover-qk preln-qk --data data --out runs/full
-    python benchmarks/studies/race.py slow recover-qk --data data --out runs/slow
+    python benchmarks/studies/race.py refine recover-qk --data data --out runs/refine
     python benchmarks/studies/race.py final recover-qk --data data --out runs/finals --seeds 1 2 3
 
 A run that docs/results/race*.json or the folder `--out` has already is not made again. `shaped collect` turns the folder into such a file,
@@ -39,8 +39,8 @@ LONG: dict[str, Any] = FINAL | {"seed": 0, "evaluate_every": 10_000, "observe_ev
 # Of these arms an earlier probe had a better run than the grid, with small tables at the rate of the rest: they get it as a third start.
 PROBED = {"preln-qk": 2e-3, "prerms-qk": 2e-3}
 LENGTHENED = ("recover-qk", "learn-qk", "preln-qk", "prerms-qk")  # the two best arms of each side after 4,000 steps
-SLOWED = ("recover-qk", "learn-qk")  # those of them that have gains
-POSSIBLE = {"lengthen": LENGTHENED, "slow": SLOWED}
+REFINED = ("recover-qk", "learn-qk")  # the shaped ones of them
+POSSIBLE = {"lengthen": LENGTHENED, "refine": REFINED}
 LOGGING = {about.name for about in fields(Settings) if about.metadata["affects"] == "logging"}  # not part of what a run finds
 QUIET: dict[str, Any] = {"save_model": False, "tensorboard": False}
 
@@ -56,6 +56,8 @@ SMALL_TABLES: Choice = ("bert-tables", {"init": "bert", "embedding_std": 0.02, "
 GAMMA: Choice = ("gamma", {"gamma": 0.2})
 QK_GAIN: Choice = ("qk-gain", {"qk_gain": True})
 SLOW_GAINS: Choice = ("slow-gains", {"gain_lr": 0.1})
+TABLES: Choice = ("tables", {"embedding_std": 0.02, "embedding_lr": 1.0})
+LATER = (SLOW_GAINS, TABLES)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def search_length(name: str, measure: Measure) -> tuple[float, dict[str, Any]]:
     """The settings of `lengthen`, after their loss."""
     starts: dict[str, dict[str, Any]] = {}  # where the best is likely comes first
     if name in PROBED:
-        starts["tables"] = set_rate(ARMS[name].settings | {"embedding_std": 0.02, "embedding_lr": 1.0}, PROBED[name])
+        label, change = TABLES
+        starts[label] = set_rate(ARMS[name].settings | change, PROBED[name])
     starts |= {"tuned": tune(name, measure), "grid": tune(name, measure, free=False)}
     if starts["grid"] == starts["tuned"]:
         del starts["grid"]
@@ -133,16 +136,19 @@ def search_length(name: str, measure: Measure) -> tuple[float, dict[str, Any]]:
     return min(found, key=lambda pair: pair[0])
 
 
-def slow_gains(name: str, measure: Measure) -> dict[str, Any]:
-    """The best settings at the finals' length; with slower gains, and the rate tuned again, if slower gains lower the loss."""
+def refine(name: str, measure: Measure) -> dict[str, Any]:
+    """The best settings at the finals' length with each later choice that lowers the loss, and the rate tuned again after each."""
     goal, best = search_length(name, measure)
-    label, change = SLOW_GAINS
+    for label, change in LATER:
 
-    def run(rate: float) -> float:
-        return measure(f"{name}-full-{label}-{rate:g}", LONG | set_rate(best | change, rate))
+        def run(rate: float, label: str = label, start: dict[str, Any] = best | change) -> float:
+            return measure(f"{name}-full-{label}-{rate:g}", LONG | set_rate(start, rate))
 
-    losses = {best["lr"]: run(best["lr"])}
-    return set_rate(best | change, extend(losses, run, first=2.0)) if losses[best["lr"]] < goal else best
+        losses = {best["lr"]: run(best["lr"])}
+        if losses[best["lr"]] < goal:
+            rate = extend(losses, run, first=2.0)
+            goal, best = losses[rate], set_rate(best | change, rate)
+    return best
 
 
 def extend(losses: dict[float, float], measure: Callable[[float], float], *, first: float = 0.5, goal: float = math.inf) -> float:
@@ -246,15 +252,15 @@ def read_choices(run: RunRecord) -> dict[str, Any]:
 def choose_search(what: str, arm: str) -> Callable[[str, Measure], dict[str, Any]]:
     """Finals have the settings that all steps of the protocol found."""
     if what != "final":
-        return {"tune": tune, "lengthen": lengthen, "slow": slow_gains}[what]
-    if arm in SLOWED:
-        return slow_gains
+        return {"tune": tune, "lengthen": lengthen, "refine": refine}[what]
+    if arm in REFINED:
+        return refine
     return lengthen if arm in LENGTHENED else tune
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "lengthen", "slow", "final"))
+    parser.add_argument("what", choices=("tune", "lengthen", "refine", "final"))
     parser.add_argument("arms", nargs="*", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("runs/race"))

@@ -1,9 +1,12 @@
 """The pictures of docs/race.md, from the runs in docs/results.
 
-    python benchmarks/studies/race_pictures.py [theory] [finals] [branches] [--samples 1024] [--out docs/images]
+    python benchmarks/studies/race_pictures.py [theory] [finals] [branches] [causal] [copying] [--samples 1024] [--out docs/images]
 
 race-finals.png: test loss against steps and against seconds of the GPU, of the runs of the finals' length.
 race-branches.png: the attention branches of Recover with QK-norm after 20,000 steps: gamma and entropy of each layer, by learning rate.
+race-causal.png: where the causal lead is lost: loss of Recover less that of Pre-LN, on the text of training and on the test text, and the
+entropy of the attention of both.
+race-copying.png: which causal arms learn to copy, with the tables of either side.
 race-theory.png: what QK-norm changes. Left, the SDE of the race's shaped arms: the share of paths that explode, if the tokens' variance has
 grown by a factor. Right, the race: the test loss after 4,000 steps against the learning rate.
 """
@@ -18,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from causal_race import FILES as CAUSAL_FILES
 from common import report
-from race import ARMS, RATES, TUNING, find_loss, read_known, set_rate
+from race import ARMS, FILES, RATES, TUNING, find_loss, read_known, set_rate
 from race_tables import group_long_runs, milliseconds_a_step
 
 import shaped
@@ -43,7 +47,11 @@ ATTENTION = {  # the race's two temperatures, and what QK-norm alone changes
     "QK-norm, τ0 = n^(−1/2) (recover-qk)": (True, USUAL, "s--", BLUE),
 }
 M, RHO, SEED = 8, 0.1, 0
-PICTURES = ("theory", "finals", "branches")
+PICTURES = ("theory", "finals", "branches", "causal", "copying")
+SECOND_PASS = 4928  # step of the causal finals: 39,424 rows of 1,024 tokens, 8 a step
+COPYING_SEEDS = (0, 1, 2)
+CAUSAL_RATES = {"recover": 0.008, "preln": 0.004}  # of the causal finals
+WINDOW = 250  # steps over which the training losses are averaged
 Known = dict[str, RunRecord]
 
 
@@ -101,24 +109,79 @@ def draw_finals(known: Known) -> Figure:
     return figure
 
 
+def find_rates(run: RunRecord) -> tuple[float, float]:
+    """The learning rate, and that of the gains over it."""
+    return run.settings["lr"], run.settings["gain_lr"]
+
+
 def draw_branches(known: Known) -> Figure:
     """A line for each run of the finals' length of `recover-qk`."""
     figure, panels = make_panels(2)
     runs = [run for group in group_long_runs(known) if group.arm == "recover-qk" for run in group.runs]
     rates = sorted({run.settings["lr"] for run in runs})
-    colours, named = dict(zip(rates, pick_ordered_colours(len(rates)), strict=True)), set[float]()
-    for run in sorted(runs, key=lambda run: run.settings["lr"]):
-        last, rate = [line for line in run.metrics if line["kind"] == "layers"][-1], run.settings["lr"]
-        layers, label = np.arange(1, 1 + len(last["entropy"])), None if rate in named else f"learning rate {rate:g}"
-        named.add(rate)
+    colours = dict(zip(rates, pick_ordered_colours(len(rates)), strict=True))
+    named: set[str] = set()
+    for run in sorted(runs, key=find_rates):
+        last, (rate, gain_lr) = [line for line in run.metrics if line["kind"] == "layers"][-1], find_rates(run)
+        layers, slower = np.arange(1, 1 + len(last["entropy"])), f", of λ and γ {gain_lr:g} times that" if gain_lr != 1.0 else ""
+        label, fmt, color = f"learning rate {rate:g}{slower}", "s--" if slower else "o-", BLACK if slower else colours[rate]
         for axes, values in zip(panels, (np.abs(last["gamma_attention"]), last["entropy"]), strict=True):
-            axes.plot(layers, values, "o-", color=colours[rate], linewidth=0.9, markersize=2.5, label=label)
+            axes.plot(layers, values, fmt, color=color, linewidth=0.9, markersize=2.5, label=None if label in named else label)
+        named.add(label)
     for axes in panels:
         axes.set(xlabel="layer", xticks=range(2, 1 + DEPTH, 4))
     panels[0].set(yscale="log", ylabel="|γ| of the attention branch")
     panels[1].set(ylabel="entropy of the attention (nats)", ylim=(0, None))
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(rates))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
+
+
+def draw_causal(known: Known) -> Figure:
+    """Left, a line for each seed of the finals: both arms read the same rows in the same order. Right, both arms of the first seed."""
+    figure, (left, right) = make_panels(2, height=3.1)
+    arms = {arm: [known[f"causal-{arm}-qk-final-{rate}-{seed}"] for seed in (1, 2)] for arm, rate in CAUSAL_RATES.items()}
+    lines = {"train": ("-", BLUE, f"training text, mean of {WINDOW} steps"), "test": ("o--", BLACK, "test text")}
+    for number, (recover, preln) in enumerate(zip(arms["recover"], arms["preln"], strict=True)):
+        for kind, (style, colour, label) in lines.items():
+            steps, gaps = subtract_losses(recover, preln, kind)
+            left.plot(steps, gaps, style, color=colour, linewidth=0.9, markersize=2.5, label=label if number == 0 else None)
+    left.axvline(SECOND_PASS, color=GREY, linewidth=0.6, linestyle=":", label="second pass through the text begins")
+    left.set(xlabel="step", ylabel="loss of Recover less Pre-LN (nats)", ylim=(0, None))
+    for arm, runs in arms.items():
+        seen = [line for line in runs[0].metrics if line["kind"] == "layers"]
+        for line, style in ((seen[0], ":"), (seen[-1], "-")):
+            layers, label = np.arange(1, 1 + len(line["entropy"])), f"{NAMES[arm]}, step {line['step']:,}"
+            right.plot(layers, line["entropy"], style, color=COLOURS[arm], label=label)
+    right.set(xlabel="layer", ylabel="entropy of the attention (nats)", ylim=(3, None), xticks=range(2, 13, 2))
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper left")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside upper right")
+    return figure
+
+
+def draw_copying(known: Known) -> Figure:
+    """A panel for each side, a line for each seed of copying.toml."""
+    figure, panels = make_panels(2, height=2.8)
+    for axes, arm in zip(panels, ("recover", "preln"), strict=True):
+        for suffix, style, label in (("", "-", "tables of variance 1"), ("-tables", "--", "tables of 0.02")):
+            for seed in COPYING_SEEDS:
+                lines = [line for line in known[f"{arm}-qk{suffix}-seed{seed}"].metrics if line["kind"] == "test"]
+                steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
+                axes.plot(steps, losses, style, color=COLOURS[arm], linewidth=1.0, label=label if seed == COPYING_SEEDS[0] else None)
+        axes.set(xlabel="step", ylim=(3.7, 5.7), title=f"{NAMES[arm]} + QK-norm")
+        axes.legend(loc="lower left")
+    panels[0].set(ylabel="test loss of copying (nats)")
+    return figure
+
+
+def subtract_losses(one: RunRecord, other: RunRecord, kind: str) -> tuple[list[int], list[float]]:
+    """The steps at which the losses of both runs are known, and their differences; training losses are averaged over `WINDOW` steps."""
+    # A run that began again has its first steps twice: the later ones count.
+    losses = [{line["step"]: line["loss"] for line in run.metrics if line["kind"] == kind} for run in (one, other)]
+    gaps = {step: loss - losses[1][step] for step, loss in losses[0].items()}
+    if kind == "test":
+        return list(gaps), list(gaps.values())
+    ends = range(WINDOW, 1 + max(gaps), WINDOW)
+    return list(ends), [float(np.mean([gap for step, gap in gaps.items() if end - WINDOW < step <= end])) for end in ends]
 
 
 def main() -> None:
@@ -130,15 +193,15 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.pictures) - set(PICTURES):
         parser.error(f"pictures must be among {', '.join(PICTURES)}, got {', '.join(sorted(unknown))}")
-    known = read_known()
-    for name, draw in (("finals", draw_finals), ("branches", draw_branches)):
+    masked = [("finals", draw_finals, FILES), ("branches", draw_branches, FILES)]
+    for name, draw, files in (*masked, ("causal", draw_causal, CAUSAL_FILES), ("copying", draw_copying, "copying.json")):
         if name in given.pictures:
             with apply_style():
-                save(draw(known), given.out / f"race-{name}.png")
+                save(draw(read_known(files=files)), given.out / f"race-{name}.png")
     if "theory" in given.pictures:
         rows = [count_exploding(name, float(factor), given.samples) for name in ATTENTION for factor in FACTORS]
         with apply_style():
-            save(draw_theory(rows, known), given.out / "race-theory.png")
+            save(draw_theory(rows, read_known()), given.out / "race-theory.png")
         for name in ATTENTION:
             most = [row["factor"] for row in rows if row["attention"] == name and row["share"] >= 0.5]
             print(f"{name}: half of the paths explode from a factor of {most[0]:.3g} on" if most else f"{name}: none explodes")

@@ -1,44 +1,36 @@
 """The race's program keeps to the protocol of docs/race.md."""
 
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from scipy import stats
 
+import shaped.hf
+from programs import load_program
 from shaped.train.run.settings import PRESETS
 
 ROOT = Path(__file__).parents[2]
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "studies" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def race() -> ModuleType:
-    return load("race")
+    return load_program("studies/race")
 
 
 @pytest.fixture(scope="module")
-def tables(race: ModuleType) -> ModuleType:
-    return load("race_tables")
+def tables() -> ModuleType:
+    return load_program("studies/race_tables")
 
 
 @pytest.fixture(scope="module")
-def causal_race(tables: ModuleType) -> ModuleType:
-    return load("causal_race")
+def causal_race() -> ModuleType:
+    return load_program("studies/causal_race")
 
 
 @pytest.fixture(scope="module")
@@ -116,34 +108,43 @@ def test_rates_are_tuned_again_at_full_length_from_each_start(race: ModuleType):
     assert {run.split("-full-")[1].split("-")[0] for run in runs if "-full-" in run} == {"tuned"}  # no choice was kept: one start
 
 
-def test_slower_gains_are_kept_if_they_lower_the_loss(race: ModuleType):
-    """Then the rate is tuned again, upward first."""
+def test_later_choices_are_kept_if_they_lower_the_loss(race: ModuleType):
+    """After each that is kept the rate is tuned again, upward first, and the next choice starts there."""
 
-    def search(gain: float) -> tuple[dict[str, Any], list[str]]:
+    def search(slower: float, smaller: float) -> tuple[dict[str, Any], list[str]]:
+        """With the best rate at 2e-3, 8e-3 for slower gains, and half of that with small tables, and these gains of the loss."""
         runs: list[str] = []
 
         def measure(name: str, settings: dict[str, Any]) -> float:
             runs.append(name)
-            slow = settings.get("gain_lr") == 0.1
-            assert not slow or (settings["steps"], settings["seed"]) == (20_000, 0)
-            return abs(math.log2(settings["lr"] / (8e-3 if slow else 2e-3))) + (3.0 - 1.0 - gain if slow else 1.0)
+            slow, small = settings.get("gain_lr") == 0.1, settings.get("embedding_std") == 0.02
+            assert not (slow or small) or (settings["steps"], settings["seed"]) == (20_000, 0)
+            best = (8e-3 if slow else 2e-3) / (2.0 if small else 1.0)
+            return 9.0 + abs(math.log2(settings["lr"] / best)) - (slower if slow else 0.0) - (smaller if small else 0.0)
 
-        best = race.slow_gains("recover-qk", measure)
-        return best, [run.removeprefix("recover-qk-full-slow-gains-") for run in runs if "slow-gains" in run]
+        best = race.refine("recover-qk", measure)
+        return best, [run.removeprefix("recover-qk-full-") for run in runs if "slow-gains" in run or "tables" in run]
 
-    best, runs = search(gain=3.5)
-    assert (best["gain_lr"], best["lr"], best["embedding_lr"]) == (0.1, 8e-3, 0.625)
-    assert runs == ["0.002", "0.004", "0.008", "0.016"]
-    best, runs = search(gain=0.5)
-    assert "gain_lr" not in best
-    assert (best["lr"], runs) == (2e-3, ["0.002"])
+    slow = ["slow-gains-0.002", "slow-gains-0.004", "slow-gains-0.008", "slow-gains-0.016"]
+    best, runs = search(slower=2.5, smaller=0.0)
+    assert (best["gain_lr"], best["lr"], best["embedding_lr"], best.get("embedding_std")) == (0.1, 8e-3, 0.625, None)
+    assert runs == [*slow, "tables-0.008"]
+    best, runs = search(slower=2.5, smaller=1.5)
+    assert (best["gain_lr"], best["lr"], best["embedding_lr"], best["embedding_std"]) == (0.1, 4e-3, 1.0, 0.02)
+    assert runs == [*slow, "tables-0.008", "tables-0.016", "tables-0.004", "tables-0.002"]
+    best, runs = search(slower=0.5, smaller=1.5)
+    assert (best.get("gain_lr"), best["lr"], best["embedding_std"]) == (None, 1e-3, 0.02)
+    assert runs == ["slow-gains-0.002", "tables-0.002", "tables-0.004", "tables-0.001", "tables-0.0005"]
+    best, runs = search(slower=0.5, smaller=0.5)
+    assert (best["lr"], best.keys() & {"gain_lr", "embedding_std"}) == (2e-3, set())
+    assert runs == ["slow-gains-0.002", "tables-0.002"]
 
 
 def test_finals_have_the_settings_of_all_steps(race: ModuleType):
     searches = {arm: race.choose_search("final", arm) for arm in race.ARMS}
-    assert {arm for arm, search in searches.items() if search is race.slow_gains} == {"recover-qk", "learn-qk"}
+    assert {arm for arm, search in searches.items() if search is race.refine} == {"recover-qk", "learn-qk"}
     assert {arm for arm, search in searches.items() if search is race.lengthen} == {"preln-qk", "prerms-qk"}
-    assert [race.choose_search(what, "recover-qk") for what in ("tune", "lengthen", "slow")] == [race.tune, race.lengthen, race.slow_gains]
+    assert [race.choose_search(what, "recover-qk") for what in ("tune", "lengthen", "refine")] == [race.tune, race.lengthen, race.refine]
 
 
 def test_a_start_is_given_up_when_a_straight_line_stays_above_the_best(race: ModuleType):
@@ -202,18 +203,38 @@ def test_causal_arms_have_as_many_choices_and_finals_of_their_own(causal_race: M
         def measure(name: str, settings: dict[str, Any]) -> float:
             runs.append(name.removeprefix(f"causal-{arm}-"))
             assert settings["objective"] == "causal"
-            slow = settings.get("gain_lr") == 0.1
-            return abs(math.log2(settings["lr"] / (8e-3 if slow else 4e-3))) + (gain if slow else 1.0) + (settings.get("gamma") == 0.2)
+            small = settings.get("embedding_std") == 0.02
+            best = 8e-3 if small else 4e-3
+            return abs(math.log2(settings["lr"] / best)) + (gain if small else 1.0) + (settings.get("gain_lr") == 0.1)
 
         return causal_race.choose(arm, measure)
 
     chosen = search("recover-qk", gain=-1.0)
-    assert (chosen["gain_lr"], chosen.get("gamma"), chosen["lr"]) == (0.1, None, 8e-3)
-    assert runs == ["0.002", "0.001", "0.004", "0.008", "1-slow-gains", "2-gamma", "again-0.002", "again-0.008", "again-0.016"]
+    assert (chosen["embedding_std"], chosen["embedding_lr"], chosen.get("gain_lr"), chosen["lr"]) == (0.02, 1.0, None, 8e-3)
+    assert runs == ["0.002", "0.001", "0.004", "0.008", "1-tables", "2-slow-gains", "again-0.002", "again-0.008", "again-0.016"]
     assert causal_race.name_final("recover-qk", chosen, 2) == "causal-recover-qk-chosen-0.008-2"
     plain = search("recover-qk", gain=2.0)
-    assert "gain_lr" not in plain
+    assert "embedding_std" not in plain
     assert causal_race.name_final("recover-qk", plain, 1) == "causal-recover-qk-final-0.004-1"
+
+
+def test_the_loss_by_position_adds_up_to_the_loss(causal_race: ModuleType, tmp_path: Path):
+    rows, config = (
+        np.arange(40, dtype=np.uint16).reshape(2, 20),
+        shaped.hf.ShapedConfig(vocab_size=40, hidden_size=8, num_attention_heads=2),
+    )
+    model = shaped.hf.ShapedForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    data = SimpleNamespace(rows={"valid": rows}.__getitem__)
+    found = causal_race.measure_context(tmp_path, data)
+    ids = torch.from_numpy(rows.astype(np.int64))
+    losses = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].mT, ids[:, 1:], reduction="none")
+    assert [part["first"] for part in found] == [1, 2, 4, 8, 16]
+    counts = [1, 2, 4, 8, 4]
+    assert sum(n * part["loss"] for n, part in zip(counts, found, strict=True)) / 19 == pytest.approx(losses.mean().item(), rel=1e-5)
+    last = losses[:, 15:].mean(1)
+    assert found[-1]["loss"] == pytest.approx(last.mean().item(), rel=1e-5)
+    assert found[-1]["standard_error"] == pytest.approx(abs(last[0] - last[1]).item() / 2, rel=1e-3)
 
 
 def test_a_record_with_other_settings_is_refused(race: ModuleType, known: dict[str, Any]):
@@ -227,7 +248,13 @@ def test_the_preset_is_the_best_arm(race: ModuleType, known: dict[str, Any]):
     for steps in (4000, 20_000):
         losses = {name: run.result.test_loss for name, run in known.items() if run.result is not None and run.settings["steps"] == steps}
         assert min(losses, key=losses.__getitem__).startswith("recover-qk-")
-    tuned = race.lengthen("recover-qk", lambda name, settings: race.find_loss(known, name, race.TUNING | settings))
+    search = race.choose_search("final", "recover-qk")
+
+    def read(name: str, settings: dict[str, Any]) -> float:
+        loss = race.find_loss(known, name, race.TUNING | settings)
+        return math.inf if loss is None else loss  # a later choice that was not tried yet
+
+    tuned = search("recover-qk", read)
     assert tuned == pytest.approx(PRESETS["best"])
 
 
