@@ -15,6 +15,8 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
+    DogeConfig,
+    DogeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -89,6 +91,11 @@ def mistral(**kwargs):
     return MistralForCausalLM, MistralConfig(**ENCODER, num_key_value_heads=2, sliding_window=4, **TOKENS, **kwargs)
 
 
+def doge(**kwargs):
+    """Its attention adds a mask of its own to the causal one."""
+    return DogeForCausalLM, DogeConfig(**ENCODER, num_key_value_heads=2, max_position_embeddings=40, **TOKENS, **kwargs)
+
+
 def vit(**kwargs):
     sizes: dict[str, Any] = {name: value for name, value in ENCODER.items() if name != "vocab_size"}
     return ViTForImageClassification, ViTConfig(**sizes, image_size=8, patch_size=4, **kwargs)
@@ -122,7 +129,7 @@ def own(**kwargs):
 
 
 ENCODERS = {make.__name__: make for make in (bert, roberta, modernbert)}
-DECODERS = {make.__name__: make for make in (gpt2, llama, mistral)}
+DECODERS = {make.__name__: make for make in (gpt2, llama, mistral, doge)}
 BOTH = {make.__name__: make for make in (t5, bart)}
 IMAGES = {"vit": vit}
 SILENT = {make.__name__: make for make in (gpt2, opt, gpt_bigcode)}

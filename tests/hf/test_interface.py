@@ -1,6 +1,5 @@
 """`attn_implementation="shaped"` in stock models: against the matrix written out, with padding, caches and generation."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from stock import (
     IMAGES,
     PAD,
     SILENT,
-    TOKENS,
     VOCABULARY,
     bart,
     bert,
@@ -23,12 +21,10 @@ from stock import (
     made,
     mistral,
     own,
-    t5,
     umt5,
 )
 from transformers import DynamicCache, StaticCache
 
-from refusals import refused
 from shaped import hf
 from shaped.testing.stats import generator
 
@@ -271,6 +267,17 @@ def test_queries_and_keys_of_one_number_are_not_taken_for_one_sequence():
     assert (found - expected).abs().max() < 1e-10
 
 
+def test_an_encoder_that_does_not_say_that_it_sees_all_tokens():
+    """Without padding its mask is None, which had been taken for the causal one."""
+    from transformers import SplinterConfig, SplinterModel
+
+    def make():
+        return SplinterModel, SplinterConfig(**ENCODER)
+
+    found, expected = (made(make, name)(tokens())[0] for name in ("shaped", "reference"))
+    assert (found - expected).abs().max() < 1e-10
+
+
 def test_a_prefix_that_sees_itself_whole_in_a_static_cache():
     """The queries' places are then not the last that each of them sees."""
     model, ids = made(llama), tokens(batch=1, length=6)
@@ -281,16 +288,6 @@ def test_a_prefix_that_sees_itself_whole_in_a_static_cache():
     expected = model(input_ids=ids, attention_mask=allowed[None, None], use_cache=False).logits
     found = model(input_ids=ids, attention_mask=room, past_key_values=StaticCache(config=model.config, max_cache_len=10)).logits
     assert (found - expected).abs().max() < 1e-10
-
-
-def test_what_changes_the_softmax_is_refused():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    def make(**kwargs):
-        return Gemma2ForCausalLM, Gemma2Config(**ENCODER, **TOKENS, num_key_value_heads=2, head_dim=4, **kwargs)
-
-    with refused("softcap", "Gemma2Attention"):
-        made(make)(input_ids=tokens())
 
 
 @pytest.mark.parametrize("choice", ["shaped", {"": "shaped"}])
@@ -345,52 +342,3 @@ def test_dropout_is_of_the_softmax_alone():
     attention = model.bert.encoder.layer[0].attention.self.train()
     x = torch.randn(2, 5, 16, generator=generator(3), dtype=torch.float64)
     assert torch.allclose(attention(x)[0], attention.value(x))
-
-
-def test_models_that_would_ignore_it_are_refused():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # this model's own code is scripted
-        from transformers import DebertaV2Config, DebertaV2Model
-    config = DebertaV2Config(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    stock = DebertaV2Model(config)
-    for call in (
-        lambda: hf.shape(stock),
-        lambda: stock.set_attn_implementation("shaped"),
-        lambda: stock.set_attn_implementation({"": "shaped"}),
-        lambda: DebertaV2Model._from_config(config, attn_implementation="shaped"),
-    ):
-        with refused("attn_implementation", "shaped", "DisentangledSelfAttention", "DebertaV2Model"):
-            call()
-    assert not hasattr(stock.config, "shaped")
-
-
-def test_models_that_would_ignore_it_in_part_are_refused():
-    """LongT5's encoder has attention of its own; its decoder goes through the interface."""
-    from transformers import LongT5Config, LongT5Model
-
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
-    with refused("LongT5LocalAttention"):
-        hf.shape(LongT5Model(LongT5Config(**sizes, local_radius=3)))
-
-
-def test_attention_without_a_value_of_ones_own_is_refused():
-    from shaped.hf.attention import attention_forward
-
-    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
-    with refused("Linear", "3 queries", "5 keys"):
-        attention_forward(torch.nn.Linear(1, 1), q, k, k, None, is_causal=False)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: hf.shape(made(bert), tau0=0.0), ["tau0", "0.0"]),
-        (lambda: hf.shape(torch.nn.Linear(2, 2)), ["model", "Hugging Face", "Linear"]),  # pyright: ignore
-        (lambda: hf.vanilla(torch.nn.Linear(2, 2)), ["model", "Hugging Face", "Linear"]),  # pyright: ignore
-        (lambda: hf.shape(made(bert), gamma1=float("nan")), ["gamma1", "nan"]),
-        (lambda: hf.shape(made(t5), gamma2=float("inf")), ["gamma2", "inf"]),
-    ],
-)
-def test_wrong_input_is_named(call, words):
-    with refused(*words):
-        call()

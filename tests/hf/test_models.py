@@ -6,6 +6,7 @@ import warnings
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,6 +27,7 @@ from shaped.hf import (
     ShapedModel,
     vanilla,
 )
+from shaped.hf.configuration import SWITCHES
 from shaped.nn import Recover, ShapedEncoder, gains
 from shaped.testing.stats import generator
 
@@ -109,7 +111,8 @@ def test_what_a_checkpoint_lacks_starts_as_it_should(tmp_path):
     assert all(torch.equal(value, body.model.state_dict()[name]) for name, value in model.model.state_dict().items())
     weights = model.classifier.weight
     assert weights.square().mean().item() * N == pytest.approx(1.0, abs=5 * math.sqrt(2 / weights.numel()))
-    decoder: Any = ShapedForCausalLM.from_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="ShapedForCausalLM has causal attention, the saved ShapedForMaskedLM had not"):
+        decoder: Any = ShapedForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(decoder.head.weight, body.head.weight)
 
 
@@ -285,10 +288,12 @@ def test_a_causal_classifier_does_not_see_padding(side):
     assert (model(padded, attention_mask=mask).logits - model(ids).logits).abs().max() < 1e-10
 
 
-def test_packed_sequences_may_be_more_tokens_than_positions():
+@pytest.mark.parametrize("use_cache", [False, None])
+def test_packed_sequences_may_be_more_tokens_than_positions(use_cache):
+    """By default a cache is made. Packed sequences had then seen one another."""
     model, ids = made(ShapedForCausalLM).double(), tokens(batch=1, length=36)
     positions = torch.arange(12).repeat(3)[None]
-    packed = model(ids, position_ids=positions, use_cache=False).logits
+    packed = model(ids, position_ids=positions, use_cache=use_cache).logits
     apart = model(ids.view(3, 12), use_cache=False).logits
     assert (packed.view_as(apart) - apart).abs().max() < 1e-10
 
@@ -312,12 +317,25 @@ def test_packed_sequences_may_be_more_tokens_than_positions():
         ({"activation": "gelu", "c_minus": -2.0}, ["c_minus", "-1.0", "gelu", "-2.0"]),
         ({"tau0": 1e-50}, ["tau0", "1e-30", "1e-50"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "10000", "1000000000"]),
+        *(({name: "false"}, [name, "True or False", "'false'"]) for name in SWITCHES),
+        ({"train_gains": 0}, ["train_gains", "True or False", "0"]),
         ({"vocab_size": 10**12}, ["sizes", "1e+12 weights", "3.2e+13"]),
     ],
 )
 def test_wrong_settings_are_named(wrong, words):
     with refused(*words):
         config(**wrong)
+
+
+def test_settings_of_numpy_and_torch_are_saved_as_numbers(tmp_path):
+    """As a sweep over numpy's numbers gives them: such a model trained, and then could not be saved."""
+    swept = config(hidden_size=np.uint8(80), gamma=np.float32(0.5), head_std=torch.tensor(0.25), c_minus=np.int8(-1), qk_norm=np.True_)
+    swept.save_pretrained(tmp_path)
+    usual = config(hidden_size=80, gamma=0.5, head_std=0.25, c_minus=-1.0, qk_norm=True)
+    assert usual.intermediate_size == 320  # 64 in 8 bits
+    assert swept.to_dict() == usual.to_dict()
+    saved = AutoConfig.from_pretrained(tmp_path)
+    assert saved.to_dict() == usual.to_dict() | {name: getattr(saved, name) for name in ("transformers_version", "_name_or_path")}
 
 
 @pytest.mark.parametrize("load", [AutoConfig.from_pretrained, AutoModel.from_pretrained, ShapedModel.from_pretrained])

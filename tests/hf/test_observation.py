@@ -9,8 +9,8 @@ from transformers import Trainer, TrainingArguments
 
 from shaped.hf import DiagnosticsCallback, ShapedConfig, ShapedForMaskedLM
 from shaped.hf.observation import Observation
-from shaped.nn.attention_hooks import register_attention_hook
-from shaped.nn.diagnostics import QUANTITIES, Source, quantity
+from shaped.nn.attention_hooks import AttentionInputs, register_attention_hook
+from shaped.nn.diagnostics import QUANTITIES, Source, attention_entropy, quantity
 from shaped.testing.stats import generator
 from shaped.train.run.diagnostics import observe
 
@@ -80,6 +80,19 @@ def test_an_observation_within_another_and_an_error_leave_no_hook():
     assert outer.values != inner.values
     assert not any(hasattr(module, "attention_hooks") for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (2, 5, 5), (1, 1, 5, 5), (4, 1, 5, 5)])
+def test_a_mask_of_any_shape_goes_with_the_first_sequences(shape):
+    """The rows of a mask for all sequences had been taken for sequences: with one sequence the first row hid the others."""
+    g = generator(3)
+    q, k = (torch.randn(4, 2, 5, 8, generator=g) for _ in range(2))
+    mask = torch.rand(shape, generator=g) < 0.5
+    mask.diagonal(dim1=-2, dim2=-1).fill_(True)
+    for sequences in (1, 3):
+        seen = AttentionInputs(q, k, 1.0, mask, False).first(sequences)
+        found = attention_entropy(seen.q, seen.k, scale=1.0, attn_mask=seen.mask)
+        assert torch.equal(found, attention_entropy(q, k, scale=1.0, attn_mask=mask)[:sequences])
 
 
 def test_the_first_pass_counts():

@@ -11,6 +11,7 @@ import torch
 from scipy import stats as distributions
 from transformers import (
     AutoConfig,
+    AutoModel,
     BertConfig,
     Gemma2Config,
     GPT2Config,
@@ -25,11 +26,13 @@ from transformers import (
 from refusals import refused
 from shaped.covariance import equicorrelated
 from shaped.hf import Prediction, ShapedConfig, predict
-from shaped.hf.prediction.embeddings import TextEmbedding
+from shaped.hf.prediction.embeddings import PatchEmbedding, TextEmbedding
 from shaped.hf.prediction.encoders import truncated_std
 from shaped.hf.prediction.families import FAMILIES, describe_network
 from shaped.hf.prediction.parts import read_rope
-from shaped.testing.stats import Z, assert_rejected, seed
+from shaped.hf.prediction.sizes import read_sizes
+from shaped.randomness import Stream
+from shaped.testing.stats import Z, assert_mean, assert_rejected, seed
 
 TINY: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
 SMALL: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "vocab_size": 20, "bos_token_id": None, "eos_token_id": None}
@@ -139,6 +142,31 @@ def test_threads_do_not_change_a_bit():
     assert not torch.equal(one.rho, predict(config, 4, samples=20, seed=4).rho)
 
 
+@pytest.mark.parametrize("name", ["roberta", "llama", "modernbert", "vit", "shaped_preln"])
+def test_a_default_device_changes_no_number(name, tmp_path):
+    """As after torch.set_default_device("cuda"): parts of the network were made there, and the prediction failed."""
+    config = families.FAMILIES[name](32, 2)
+    tokens: Any = 8 if name == "vit" else families.make_ids(8)
+    expected = predict(config, tokens, samples=2, seed=3)
+    with torch.device("meta"):
+        found = predict(config, tokens, samples=2, seed=3)
+        assert found.gradients.t.is_cpu
+        found.save(tmp_path / "found.npz")
+        loaded = Prediction.load(tmp_path / "found.npz")
+    for one in (found, loaded):
+        assert all(torch.equal(getattr(one, quantity), getattr(expected, quantity)) for quantity in families.QUANTITIES)
+        assert torch.equal(one.gradients.t, expected.gradients.t)
+        assert torch.equal(one.gradients.loss, expected.gradients.loss)
+        assert all(torch.equal(one.gradients.weights[matrix], values) for matrix, values in expected.gradients.weights.items())
+
+
+def test_a_default_device_changes_no_size():
+    config = LlamaConfig(**TINY)
+    expected = read_sizes(config, 8)
+    with torch.device("meta"):
+        assert read_sizes(config, 8) == expected
+
+
 def test_a_prediction_is_saved_and_loaded(tmp_path):
     found = predict(LlamaConfig(**TINY), 4, samples=3)
     found.save(tmp_path / "found.npz")
@@ -175,9 +203,45 @@ def test_frequencies_are_those_of_transformers(rope):
     assert factor == pytest.approx(module.attention_scaling**2)
 
 
+def test_fused_attention_of_transformers_has_no_soft_cap():
+    """If transformers mends this, the model without it and the prediction differ from the others."""
+
+    def make(cap: float | None, attention: str) -> tuple[torch.Tensor, Prediction]:
+        config = Gemma2Config(**TINY, num_key_value_heads=1, head_dim=8, initializer_range=0.5, attn_logit_softcapping=cap)
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            model = AutoModel.from_config(config, attn_implementation=attention).eval()
+            return model(torch.arange(2, 8)[None]).last_hidden_state, predict(model.config, 6, samples=8, seed=3)
+
+    capped, without, fused = make(0.5, "eager"), make(None, "eager"), make(0.5, "sdpa")
+    torch.testing.assert_close(fused[0], without[0])
+    assert (fused[0] - capped[0]).abs().max() > 0.1
+    assert torch.equal(fused[1].entropy, without[1].entropy)
+    assert not torch.equal(fused[1].entropy, capped[1].entropy)
+
+
+def test_tables_of_vit_are_truncated():
+    """At ±2, whatever their standard deviation is; the weights of the patches are not."""
+    sizes = {key: value for key, value in TINY.items() if key != "vocab_size"}
+    config = ViTConfig(**sizes, image_size=60, patch_size=1, num_channels=3, initializer_range=1.5)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed(10))
+        X = AutoModel.from_config(config).embeddings(torch.zeros(1, 3, 60, 60))[0]  # tables alone: the first is two of them
+    found = X.square().mean(1) / torch.tensor([2.0] + 3600 * [1.0])
+    embedding = cast(PatchEmbedding, describe_network(config, 5).embedding)
+    assert_mean(found, embedding.places**2)
+    assert_rejected(lambda: assert_mean(found, 1.05 * embedding.places**2))
+    V = embedding.choose_start(5).draw_factor(torch.empty(20_000, 1, 1), Stream(3, 0, dtype=torch.float32, device=torch.device("cpu")))
+    variances = V.square().sum(-1)
+    assert_mean(variances[:, 1:], embedding.places**2 + 3 * 1.5**2)
+    assert torch.allclose(variances[:, 0], torch.tensor(2 * embedding.places**2))
+
+
 def test_the_deviation_of_a_truncated_normal():
     for cutoff in (1.0, 2.0, 3.0):
         assert truncated_std(cutoff) == pytest.approx(distributions.truncnorm(-cutoff, cutoff).std(), rel=1e-9)
+    assert truncated_std(1e90) == 1.0
+    assert truncated_std(1e-3) == pytest.approx(1e-3 * truncated_std(1e-9) / 1e-9, rel=1e-6)
     assert truncated_std(None) == truncated_std(3.0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stock import BOTH, DECODERS, ENCODERS, IMAGES, bart, bert, gpt2, llama, made, own, t5, umt5
+from stock import BOTH, DECODERS, ENCODERS, IMAGES, bart, bert, doge, gpt2, llama, made, own, t5, umt5
 from test_interface import inputs
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, BertForSequenceClassification
 
@@ -132,13 +132,14 @@ def test_recover_ends_at_the_stock_model(make, tmp_path):
         hf.vanilla(tempered)
 
 
-def test_recover_ends_at_a_decoder_that_is_causal():
-    """UMT5's is so in transformers' eager attention alone, whatever it had before."""
-    model, given = hf.shape(made(umt5, "sdpa")), inputs("umt5")
+@pytest.mark.parametrize("make", [umt5, doge])
+def test_recover_ends_at_a_decoder_that_is_causal(make):
+    """Theirs are so in transformers' eager attention alone, whatever they had before."""
+    model, given = hf.shape(made(make, "sdpa")), inputs(make.__name__)
     Recover(3).apply(model, 3)
     plain = hf.vanilla(model)
     assert {part.config._attn_implementation for part in plain.modules() if hasattr(part, "config")} == {"eager"}
-    assert torch.allclose(plain(**given).logits, model(**given).logits, atol=1e-10)
+    assert torch.allclose(plain(**given).logits, model(**given).logits, atol=1e-5)  # Doge has its eager softmax in float32
 
 
 def test_shaped_anew():
@@ -159,6 +160,25 @@ def test_the_config_that_a_model_was_made_of_stays_as_it_was(make):
     assert config.to_dict() == before
     assert not shapings(kind(config))
     assert all(part.config._attn_implementation == "shaped" for part in model.modules() if hasattr(part, "config"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"learn": "false"}, ["learn", "True or False", "'false'"]),
+        ({"gamma1": "1"}, ["gamma1", "number", "'1'"]),
+        ({"gamma_1": 0.5}, ["shaped", "gamma1", "gamma_1"]),
+        (True, ["shaped", "gamma1", "True"]),
+    ],
+)
+def test_a_config_that_was_edited_by_hand_is_checked(wrong, words, tmp_path):
+    hf.shape(made(bert, "sdpa")).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["shaped"] = wrong if wrong is True else config["shaped"] | wrong
+    path.write_text(json.dumps(config))
+    with refused(*words):
+        AutoModelForMaskedLM.from_pretrained(tmp_path)
 
 
 def test_what_cannot_be_shaped_or_made_plain_is_refused():

@@ -49,16 +49,24 @@ def attention_forward(
         values = make_one_hot_values(key, value) if wanted else value
         attended, _ = sdpa_attention_forward(module, query, key, values, attention_mask, **kwargs)
         return apply_weights(attended.transpose(1, 2), value) if wanted else (attended, None)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", not getattr(module, "sees_all", False)) if is_causal is None else is_causal
     causal = causal or getattr(module, "is_decoder", False) is True  # some decoders (UMT5) do not say that they are causal
     Q, K = query.shape[-2], key.shape[-2]
-    if attention_mask is None and causal and 1 < Q < K:  # prefill of a static cache: only its first Q entries are filled
+    # The prefix of PaliGemma sees itself whole.
+    has_prefix = getattr(getattr(module, "config", None), "use_bidirectional_attention", False) is True
+    decodes = causal or has_prefix
+    if attention_mask is None and decodes and 1 < Q < K:  # prefill of a static cache: only its first Q entries are filled
         key, value, K = key[..., :Q, :], value[..., :Q, :], Q
         position_bias = None if position_bias is None else position_bias[..., :Q]
-    if Q > K or (Q < K and not causal):
+    if Q > K or (Q < K and not decodes):
         raise ValueError(
             f"{type(module).__name__} must be self-attention for attn_implementation='{NAME}', got {Q} queries and {K} keys without a "
             "causal mask: which of the keys is a query's own?"
+        )
+    if Q < K and getattr(module, "keep_window_size", K) < K:  # Doge drops keys from the mask, perhaps the one that tells a query's position
+        raise ValueError(
+            f"keep_window_size must be at least the {K} keys of the cache for attn_implementation='{NAME}', got {module.keep_window_size}; "
+            "do without a cache (use_cache=False) or with a larger one"
         )
     mask = _add_mask(position_bias, attention_mask, causal and attention_mask is None) if position_bias is not None else attention_mask
     if mask is not None and mask.dtype != torch.bool:  # Hugging Face masks with the dtype's minimum, callers also with -1e9 or -1e4
@@ -132,13 +140,24 @@ def is_cross_attention(module: nn.Module) -> bool:
 
 def mark_roles(model: nn.Module) -> None:
     """Marks cross-attention by the module's name within its layer (encoder_attn, EncDecAttention, cross_attn…): self-attention may have
-    the same class."""
+    the same class. And marks self-attention that sees all tokens without saying so."""
     for name, module in model.named_modules():
         if uses_interface(type(module)):
             within_layer = re.split(r"\.\d+(?=\.|$)", name)[-1]
             named = re.search(r"cross|encoder_attn|enc(oder)?_?dec", within_layer, re.IGNORECASE) is not None
             elsewhere = named or "CrossAttention" in type(module).__name__ or bool(getattr(module, "is_cross_attention", False))
             module.__dict__["attends_elsewhere"] = elsewhere
+            module.__dict__["sees_all"] = not hasattr(module, "is_causal") and makes_bidirectional_masks(type(module))
+
+
+@cache
+def makes_bidirectional_masks(kind: type[nn.Module]) -> bool:
+    """Are all masks of the file of this class bidirectional (Splinter, ALIGN)? Then None for a mask means that every token is seen."""
+    try:
+        source = inspect.getsource(inspect.getmodule(kind) or kind)
+    except (OSError, TypeError):
+        return False
+    return "create_bidirectional_mask(" in source and "causal_mask(" not in source
 
 
 def find_self_attentions(model: nn.Module) -> dict[str, nn.Module]:
@@ -170,6 +189,19 @@ def bypasses_interface(kind: type[nn.Module]) -> bool:
     return "softmax" in source and "get_interface(" not in source
 
 
+def find_other_softmax(module: nn.Module) -> str:
+    """The attribute by which a module changes the softmax, which it gives as one of UNSUPPORTED: capped logits or sinks; else empty."""
+    return next((name for name in ("attn_logit_softcapping", "sinks") if getattr(module, name, None) is not None), "")
+
+
+def adds_to_masks(config: object) -> bool:
+    """Do the model's attention modules add a mask of their own to the causal one (Doge)?
+
+    With None for the causal mask, theirs would be taken for the whole mask, and tokens would see what comes after them.
+    """
+    return getattr(config, "keep_window_size", None) is not None
+
+
 def mask_forward(
     batch_size: int,
     q_length: int,
@@ -183,6 +215,8 @@ def mask_forward(
 
     In a causal mask the last query attends to its own key even at padding: `find_query_positions` reads the positions off that entry.
     """
+    if adds_to_masks(named.get("config")):
+        named["allow_is_causal_skip"] = False
     mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **named)  # pyright: ignore[reportArgumentType]
     if mask is None:
         return None

@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from shaped.checks import whole_number
-from shaped.files import read_steps, replace_non_finite, write_atomically
+from shaped.files import append_lines, read_steps, replace_non_finite, write_lines
 from shaped.hf import attention
 from shaped.hf.configuration import ShapedConfig
 from shaped.hf.observation import Observation, find_layers
 from shaped.nn.diagnostics import QUANTITIES, Source, measure
-from shaped.nn.schedules import Schedule, check_schedule
+from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
 
 class ShapingCallback(TrainerCallback):
-    """Applies a schedule to the shaping of a model, every step: `ShapingCallback(Recover(4000))`. A resumed run continues the schedule."""
+    """Applies a schedule to the shaping of a model, every step: `ShapingCallback(Recover(4000))`. A resumed run continues the schedule.
+
+    A run that starts anew starts the schedule anew. If the model had less shaping, as one that was trained with Recover has, a warning says
+    so: it is then another function. Such a model is fine-tuned without this callback.
+    """
 
     def __init__(self, schedule: Schedule):
         self.schedule = check_schedule(schedule)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        before = list_shaping(kwargs["model"])
         self.schedule.apply(kwargs["model"], state.global_step)
+        changed = [pair for pair in zip(before, list_shaping(kwargs["model"]), strict=True) if differ(*pair)]
+        if changed and state.global_step == 0:
+            warnings.warn(
+                f"{self.schedule!r} starts anew, and the shaping of a model that had gains of {changed[0][0]:.3g} is set to "
+                f"{changed[0][1]:.3g}: the model is then another function; leave ShapingCallback out to keep its gains, or resume its run",
+                stacklevel=2,
+            )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # At the end of a step: a model that is evaluated or saved then has the shaping of that step.
         self.schedule.apply(kwargs["model"], state.global_step)
+
+
+def list_shaping(model: nn.Module) -> list[float]:
+    """Every number that shapes the model."""
+    found = (scalar.detach().flatten() for module in model.modules() if isinstance(module, Shapeable) for scalar in module.scalars())
+    return [gain for scalar in found for gain in scalar.tolist()]
+
+
+def differ(before: float, after: float) -> bool:
+    """By more than the rounding of half precision."""
+    return abs(before - after) > 0.01 * abs(after)
 
 
 class LayerLogCallback(TrainerCallback):
@@ -82,8 +106,7 @@ class DiagnosticsCallback(LayerLogCallback):
         path = self._path(args)
         self.history = [row for row in read_steps(path) if row["step"] < state.global_step]
         if path.exists() and state.is_world_process_zero:
-            kept = "".join(json.dumps(row) + "\n" for row in self.history)
-            write_atomically(path, lambda file: file.write(kept.encode()))
+            write_lines(path, self.history)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._stop_observing()
@@ -93,24 +116,25 @@ class DiagnosticsCallback(LayerLogCallback):
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._observation is None:
             return
-        row = self._row(self._observation, state.global_step)
+        scaler = getattr(kwargs.get("optimizer"), "scaler", None)  # accelerate's, in half precision; clipping has divided by its scale
+        scale = scaler.get_scale() if scaler is not None and args.max_grad_norm <= 0 else 1.0
+        row = self._row(self._observation, state.global_step, scale)
         self._stop_observing()
         self.history.append(row)
         self.log_row(row, args, state, control, **kwargs)
         if state.is_world_process_zero:
             path = self._path(args)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_lines(path, [row])
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._stop_observing()
 
-    def _row(self, observation: Observation, step: int) -> dict[str, Any]:
-        """{"step": step, quantity: {layer: number}}; a number that is not finite is None, as JSON has it."""
+    def _row(self, observation: Observation, step: int, scale: float) -> dict[str, Any]:
+        """{"step": step, quantity: {layer: number}}; a number that is not finite is None, as JSON has it. Gradients have this scale."""
         row: dict[str, Any] = {known.name: {} for known in QUANTITIES.values() if known.source is not Source.GAINS}
         for name, (layer, module) in observation.layers.items():
-            gradients = [parameter.grad.detach() for parameter in layer.parameters() if parameter.grad is not None]
+            gradients = [parameter.grad.detach() / scale for parameter in layer.parameters() if parameter.grad is not None]
             gains = dict(zip(("gamma1", "gamma2"), attention.read_gains(module), strict=True))
             values = observation.values[name] | measure(Source.GRADIENTS, gradients) | measure(Source.GAINS, gains)
             for quantity, value in values.items():

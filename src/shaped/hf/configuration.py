@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from shaped.checks import SINGLE, finite, in_range, positive, whole_number
+from shaped.checks import SINGLE, check_bool, finite, in_range, keep, positive, whole_number
 from shaped.hf.attention import NAME
 from shaped.nn.activations import ACTIVATIONS, C_MINUS
 from shaped.nn.blocks import BLOCKS, check_init
@@ -26,6 +26,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "activation": tuple(ACTIVATIONS),
     "positions": POSITIONS,
 }
+SWITCHES = ("qk_norm", "qk_gain", "train_gains", "is_decoder", "embedding_norm", "use_cache", "tie_word_embeddings")
 
 
 class ShapedConfig(PreTrainedConfig):
@@ -100,34 +101,29 @@ class ShapedConfig(PreTrainedConfig):
     eos_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        whole_number("hidden_size", self.hidden_size)
-        whole_number("num_hidden_layers", self.num_hidden_layers, most=DEEPEST)
+        keep(self, whole_number, "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "max_position_embeddings")
+        keep(self, whole_number, "recover_steps")
+        keep(self, whole_number, "num_hidden_layers", most=DEEPEST)
+        keep(self, whole_number, "type_vocab_size", least=0)
         self.intermediate_size = 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
-        for name in ("vocab_size", "num_attention_heads", "intermediate_size", "max_position_embeddings", "recover_steps"):
-            whole_number(name, getattr(self, name))
-        whole_number("type_vocab_size", self.type_vocab_size, least=0)
         if self.weights() > LARGEST_MODEL:
             raise ValueError(f"sizes must make at most {LARGEST_MODEL:g} weights, got a config of {self.weights():g}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"num_attention_heads must divide hidden_size, {self.hidden_size}, got {self.num_attention_heads}")
+        keep(self, check_bool, *SWITCHES)  # Python takes "no" and "false" for True
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("gamma", "attention_dropout", "hidden_dropout"):
-            in_range(name, getattr(self, name), 0.0, 1.0)
-        for name in ("gamma_feedforward", "embedding_std", "head_std"):
-            if getattr(self, name) is not None:
-                in_range(name, getattr(self, name), 0.0, 1.0 if name == "gamma_feedforward" else 1e3)
-                if self.tie_word_embeddings and name.endswith("_std"):
-                    positive(name, getattr(self, name))
+        keep(self, in_range, "gamma", "gamma_feedforward", "attention_dropout", "hidden_dropout", low=0.0, high=1.0)
+        keep(self, in_range, "embedding_std", "head_std", low=0.0, high=1e3)
+        if self.tie_word_embeddings:
+            keep(self, positive, "embedding_std", "head_std")
         if self.tau0 is None:
             self.tau0 = self.hidden_size**-0.5 if self.qk_norm else 1.0
-        positive("tau0", self.tau0, SINGLE)
-        positive("dyt_alpha", self.dyt_alpha, SINGLE)
-        positive("rope_base", self.rope_base, SINGLE)
+        keep(self, positive, "tau0", "dyt_alpha", "rope_base", most=SINGLE)
+        keep(self, finite, "c_minus", most=SINGLE)
         self._refuse_ignored()
-        finite("c_minus", self.c_minus, SINGLE)
-        ACTIVATIONS[self.activation].from_config(float(self.c_minus))  # refuses a c_minus that it would ignore
+        ACTIVATIONS[self.activation].from_config(self.c_minus)  # refuses a c_minus that it would ignore
         super().__post_init__(**kwargs)
 
     def _refuse_ignored(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -203,17 +205,18 @@ class ShapedModel(ShapedPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids or inputs_embeds must be given, and not both, got " + ("none" if input_ids is None else "both"))
         x = self.embedding.tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.config.is_decoder and use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if self.config.positions == "learned":
-            _check_positions(position_ids, seen + x.shape[1], self.config.max_position_embeddings)
-        if position_ids is None:
-            position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
+        # Before a cache is made: with one transformers does not look for packed sequences, which then see one another.
         if self.config.is_decoder:
             mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
         else:
             mask = create_bidirectional_mask(self.config, x, attention_mask)
+        if self.config.is_decoder and use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if self.config.positions == "learned":
+            _check_positions(position_ids, seen + x.shape[1], self.config.max_position_embeddings)
+        if position_ids is None:
+            position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
         x, rotation = self.embedding(x, position_ids, token_type_ids), self.rotate(position_ids)
         past = past_key_values if self.config.is_decoder else None
         for layer in self.layers:
@@ -242,11 +245,25 @@ class ShapedLanguageModel(ShapedPreTrainedModel):
     causal: ClassVar[bool]
     _tied_weights_keys = {"head.weight": "model.embedding.tokens.weight"}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Trainer's label smoothing shifts the labels only of classes that are listed as causal, by their names."""
+        super().__init_subclass__(**kwargs)
+        if cls.causal:
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"{NAME} {cls.__name__}"] = cls.__name__
+
     def __init__(self, config: ShapedConfig):
         if config.is_decoder is not self.causal:
+            if config.architectures:  # of a saved model
+                kind, saved = "causal" if self.causal else "bidirectional", config.architectures[0]
+                warnings.warn(
+                    f"{type(self).__name__} has {kind} attention, the saved {saved} had not: with its weights it is another function, and "
+                    "has to be trained",
+                    stacklevel=2,
+                )
             config = copy.deepcopy(config)
             config.is_decoder = self.causal
         super().__init__(config)
+        self.loss_type = "ForCausalLM" if self.causal else "ForMaskedLM"  # transformers guesses it from the name of the class
         self.model, self.head = ShapedModel(config), make_linear(config.hidden_size, config.vocab_size, config.choose_head_std())
         # The entries of a tied matrix start as the embedding's, about sqrt(n) times too large for an output matrix.
         self.head_scale = config.choose_head_std() / config.choose_table_std() if config.tie_word_embeddings else 1.0
@@ -343,6 +360,7 @@ class ShapedForSequenceClassification(ShapedPreTrainedModel):
 
     def __init__(self, config: ShapedConfig):
         super().__init__(config)
+        self.loss_type = "ForSequenceClassification"  # whatever the name of a subclass
         self.num_labels = config.num_labels or 2
         self.model, self.classifier = ShapedModel(config), make_linear(config.hidden_size, self.num_labels, config.hidden_size**-0.5)
         self.post_init()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shaped.checks import SINGLE, check_bool, finite, positive
-from shaped.hf.attention import NAME, bypasses_interface, find_self_attentions
+from shaped.hf.attention import NAME, adds_to_masks, bypasses_interface, find_other_softmax, find_self_attentions
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn import blocks
 from shaped.nn.modules import AttentionShaping, has_gains
@@ -71,6 +72,14 @@ def check_settings(
     }
 
 
+def read_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """The settings in a config, checked: its file may have been written by hand. Configs of earlier versions have no gamma."""
+    settings, names = getattr(config, "shaped", None), inspect.signature(check_settings).parameters
+    if not isinstance(settings, dict) or not {*names, "instead_of"} >= settings.keys():
+        raise ValueError(f"shaped of a config must be an object with some of {', '.join(names)}, as shape writes it, got {settings!r}")
+    return check_settings(**{name: value for name, value in settings.items() if name in names})
+
+
 def find_temperature(tau0: float | None, n: int) -> float:
     r"""What the logits are multiplied by, beside the model's own scaling: $1/(\tau_0\sqrt{n})$ (Eq. shaped-attention), 1 for None."""
     return 1.0 if tau0 is None else 1.0 / (tau0 * math.sqrt(n))
@@ -79,7 +88,7 @@ def find_temperature(tau0: float | None, n: int) -> float:
 def vanilla(model: Model) -> Model:
     """A copy without the shaping, with the same outputs. The shaping must be 0 (`Recover`). Like `shaped.nn.vanilla`, with the config.
 
-    Its attention is that of before `shape`; "eager" for UMT5, whose decoder is causal only there (transformers 5.17).
+    Its attention is that of before `shape`; "eager" for UMT5 and Doge, whose decoders are causal only there (transformers 5.17).
     """
     _refuse_strangers(model, "vanilla")
     settings = getattr(model.config, "shaped", None)
@@ -91,12 +100,13 @@ def vanilla(model: Model) -> Model:
         return model
     if not settings:
         raise ValueError(f"model must have been shaped by shaped.hf.shape, got a {type(model).__name__} that was not")
+    plain, settings = settings.get("instead_of", "eager"), read_settings(model.config)
     if settings["tau0"] is not None:
         raise ValueError(f"model must have been shaped with tau0=None, its own scaling, to be plain again, got {settings['tau0']}")
-    if settings.get("gamma", 1.0) != 1.0:
+    if settings["gamma"] != 1.0:
         raise ValueError(f"model must have been shaped with gamma=1, a branch of full weight, to be plain again, got {settings['gamma']}")
     model = blocks.vanilla(model)
-    plain = "eager" if has_silent_decoder(model) else settings["instead_of"]
+    plain = "eager" if has_silent_decoder(model) else plain
     for config in list_configs(model):
         config.__dict__.pop("shaped", None)
         config._attn_implementation_internal = plain
@@ -110,14 +120,14 @@ def _refuse_strangers(model: object, name: str) -> None:
 
 def install_gains(model: PreTrainedModel) -> None:
     """Adds the gains of its config to every self-attention of a model. Existing gains stay."""
-    settings = model.config.shaped
+    settings = read_settings(model.config)
     for module in find_self_attentions(model).values():
         if not has_gains(module):
             shaping = AttentionShaping(settings["gamma1"], settings["gamma2"], settings["learn"])
             like = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
             module.add_module("shaping", shaping if like is None else shaping.to(device=like.device, dtype=like.dtype))
         module.__dict__["shaped_temperature"] = find_temperature(settings["tau0"], find_width(module, model))
-        module.__dict__["shaped_branch"] = settings.get("gamma", 1.0)  # configs of earlier versions have none
+        module.__dict__["shaped_branch"] = settings["gamma"]
 
 
 def has_gains_of_config(model: nn.Module, config: object) -> bool:
@@ -138,7 +148,12 @@ def choose_plain_attention(model: PreTrainedModel) -> str:
 
 
 def has_silent_decoder(model: PreTrainedModel) -> bool:
-    """Has it a decoder that does not say that it is causal (UMT5)? Then a fused kernel without a mask lets it see what comes after."""
+    """Has it a decoder that does not say that it is causal (UMT5), or that hides it behind a mask of its own (Doge)?
+
+    Then a fused kernel without the causal mask lets it see what comes after.
+    """
+    if any(adds_to_masks(config) for config in list_configs(model)):
+        return True
     parts = find_self_attentions(model).values()
     return any(getattr(part, "is_decoder", False) is True and getattr(part, "is_causal", True) is False for part in parts)
 
@@ -167,10 +182,15 @@ def copy_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def refuse_if_ignored(model: PreTrainedModel) -> None:
-    """Refuses models with their own attention code, on which the attention interface has no effect."""
+    """Refuses models with their own attention code, on which the attention interface has no effect, and those with another softmax."""
     own = sorted({type(module).__name__ for module in model.modules() if bypasses_interface(type(module))})
     if own or not find_self_attentions(model):
         raise ValueError(
             f"attn_implementation='{NAME}' has no effect on {', '.join(own) or 'the modules'} of {type(model).__name__}, which do not go "
             "through the attention interface of transformers; choose a model that does, such as BERT, ModernBERT, GPT-2 or Llama"
         )
+    for module in find_self_attentions(model).values():
+        if name := find_other_softmax(module):
+            raise ValueError(
+                f"{name} must be None for attn_implementation='{NAME}', got one in {type(module).__name__} of {type(model).__name__}"
+            )

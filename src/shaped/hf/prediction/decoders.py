@@ -98,6 +98,8 @@ def describe_gemma2(config: PreTrainedConfig, m: int) -> Network:
     """Norms before and after each branch, soft caps, windows by layer, embeddings times sqrt(n). Norms multiply by 1 + w; w starts at 0."""
     refuse(config, "use_bidirectional_attention")
     cap = None if getattr(config, "attn_logit_softcapping", None) is None else read_positive(config, "attn_logit_softcapping")
+    if config._attn_implementation == "sdpa":  # transformers' fused attention leaves the soft cap out
+        cap = None
     last_cap = None if getattr(config, "final_logit_softcapping", None) is None else read_positive(config, "final_logit_softcapping")
     return describe_rms_decoder(
         config,

@@ -85,17 +85,19 @@ class GivenStart(Start):
 
 @dataclass(frozen=True)
 class PatchStart(Start):
-    """ViT: the class token, patches of white noise through the projection, and positions. All weights have the standard deviation `std`."""
+    """ViT: the class token, patches of white noise through weights of the standard deviation `std`, and positions."""
 
     std: float
+    places: float
+    """The standard deviation of the positions and of the class token."""
     patches: int
     pixels: int
     """Numbers in a patch."""
 
     def draw_factor(self, like: Float[Tensor, "batch _ _"], stream: Stream) -> Float[Tensor, "batch m m"]:
         root = stream.bartlett(like, self.patches, self.pixels)
-        K = torch.eye(self.patches + 1).to(like).repeat(len(like), 1, 1)
-        K[:, 0, 0] += 1.0
+        K = (self.places / self.std) ** 2 * torch.eye(self.patches + 1).to(like).repeat(len(like), 1, 1)
+        K[:, 0, 0] *= 2.0
         K[:, 1:, 1:] += root @ root.mT
         return self.std * factor(K)
 
@@ -170,6 +172,7 @@ class PatchEmbedding(Embedding):
     """ViT's embedding of an image."""
 
     std: float
+    places: float
     patches: int
     pixels: int
     norm: Norm | None = None
@@ -179,4 +182,4 @@ class PatchEmbedding(Embedding):
             raise ValueError("tokens must be a number or a covariance for a vision model, which has patches, got ids")
         if tokens > self.patches + 1:
             raise ValueError(f"tokens must be at most {self.patches + 1}, the class token and the patches of image_size, got {tokens}")
-        return PatchStart(self.std, tokens - 1, self.pixels)
+        return PatchStart(self.std, self.places, tokens - 1, self.pixels)

@@ -102,7 +102,9 @@ def describe_modernbert(config: PreTrainedConfig, m: int) -> Network:
 
 def truncated_std(cutoff: float | None) -> float:
     r"""The standard deviation of a standard normal truncated at ±c: $\sqrt{1 - 2c\varphi(c)/(2\Phi(c) - 1)}$."""
-    c = positive("initializer_cutoff_factor", 3.0 if cutoff is None else cutoff)
+    c = min(40.0, positive("initializer_cutoff_factor", 3.0 if cutoff is None else cutoff))  # beyond it nothing is cut
+    if c < 1e-3:  # uniform; the difference below would be of rounding errors
+        return c / math.sqrt(3.0)
     density = math.exp(-(c**2) / 2) / math.sqrt(2 * math.pi)
     return math.sqrt(1.0 - 2.0 * c * density / math.erf(c / math.sqrt(2.0)))
 
@@ -127,7 +129,9 @@ def describe_vit(config: PreTrainedConfig, m: int) -> Network:
         raise ValueError(f"patch_size must be at most image_size, {list(image)}, got {list(patch)}")
     pixels = read_whole(config, "num_channels") * patch[0] * patch[1]
     head = Head(whole_number("num_labels", config.num_labels), sizes.std, norm, is_classifier=True)
-    return Network(sizes.n, PatchEmbedding(sizes.std, patches, pixels), (block,) * sizes.depth, head)
+    # transformers truncates the tables at ±2, and not at two standard deviations: it is seen where these are near 1.
+    embedding = PatchEmbedding(sizes.std, sizes.std * truncated_std(2.0 / sizes.std), patches, pixels)
+    return Network(sizes.n, embedding, (block,) * sizes.depth, head)
 
 
 def read_pair(config: PreTrainedConfig, name: str) -> tuple[int, int]:

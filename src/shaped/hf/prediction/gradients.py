@@ -54,14 +54,14 @@ class GradientSimulation:
         size = max(1, min(BLOCK_SAMPLES, STREAM_ENTRIES // (m * n), LOGIT_ENTRIES // (m * outputs)))
         threads = max(1, min(self.threads, MEMORY // (size * self.count_bytes())))
         found = run_blocks(self.run_block, self.samples, size, 2 * d, threads, self.device, self.progress)
-        entries = self.make_layers(torch.empty(1, 1, 1, dtype=self.dtype))[0].entries
+        entries = self.make_layers(torch.empty(1, 1, 1, dtype=self.dtype, device=self.device))[0].entries
         stds = [list_deviations(block) for block in network.blocks]
-        weights = {name: found[name] / torch.tensor([std[name] ** 2 for std in stds], dtype=torch.float64)[:, None] for name in entries}
+        weights = {name: found[name] / found[name].new_tensor([std[name] ** 2 for std in stds])[:, None] for name in entries}
         if not all(values.isfinite().all() for values in (found["loss"], found["tokens"], *weights.values())):
             raise ValueError(f"dtype must hold the numbers of the gradients, got {self.dtype} and a gradient that is not finite")
         info = {"name": self.name, "n": n, "d": d, "outputs": outputs, "tied": network.head.tied, "seed": self.seed}
-        t = torch.arange(d + 1, dtype=torch.float64) / n
-        V, never = found["V"].permute(2, 0, 1).contiguous(), torch.full((self.samples,), torch.inf, dtype=torch.float64)
+        t = torch.arange(d + 1, dtype=torch.float64, device="cpu") / n
+        V, never = found["V"].permute(2, 0, 1).contiguous(), found["loss"].new_full((self.samples,), torch.inf)
         return Gradients(t, found["tokens"], weights, dict(entries), found["loss"], V, never, info)
 
     def run_block(self, block: int, batch: int, report: Report) -> dict[str, Tensor]:

@@ -140,12 +140,12 @@ def unpack_gradients(path: str | os.PathLike[str], arrays: dict[str, np.ndarray]
         check_array(f"{GRADIENTS}{name}", values, shape)
         found[name] = torch.from_numpy(values)
     return Gradients(
-        torch.arange(layers + 1, dtype=torch.float64) / n,
+        torch.arange(layers + 1, dtype=torch.float64, device="cpu") / n,
         found["tokens"],
         {name: found[f"weights.{name}"] for name in entries},
         entries,
         found["loss"],
         found["V"],
-        torch.full((samples,), torch.inf, dtype=torch.float64),
+        torch.full((samples,), torch.inf, dtype=torch.float64, device="cpu"),
         info,
     )

@@ -66,7 +66,8 @@ def predict(
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
     threads = count_cores() if threads is None else whole_number("threads", threads)
-    m, kind, network, start = prepare(read, tokens)
+    with torch.device("cpu"):  # not on the caller's default device
+        m, kind, network, start = prepare(read, tokens)
     simulation = Simulation(network, start, m, kind != "covariance", seed, dtype, where)
     quantities = simulation.run(samples, threads, progress)
     info = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from shaped.hf.configuration import ShapedConfig
 from shaped.hf.prediction.families import describe_network, read_config
 from shaped.layers import AttentionBranch, FeedForwardBranch
@@ -16,13 +18,17 @@ def read_sizes(config: Any, m: int) -> dict[str, Any]:
     model. Frequencies of RoPE that do not come from a base are read as such.
     """
     config = read_config(config)
-    network = describe_network(config, m)
+    with torch.device("cpu"):  # not on the caller's default device
+        network = describe_network(config, m)
     branches = [branch for layer in network.blocks[0] for branch, _ in layer.pairs]
     attention = next(branch for branch in branches if isinstance(branch, AttentionBranch))
     feedforward = next(branch for branch in branches if isinstance(branch, FeedForwardBranch))
     if attention.heads * attention.head_width != network.width:
         got = f"{attention.heads} heads of {attention.head_width} features for {network.width}"
         raise ValueError(f"config must have heads that share the width, as shaped models do, got {got}")
+    if isinstance(attention.rope, tuple) and 2 * len(attention.rope) != attention.head_width:
+        got = f"{2 * len(attention.rope)} of {attention.head_width}"
+        raise ValueError(f"config must rotate all features of each head or none, as shaped models do, got {got}")
     ours = isinstance(config, ShapedConfig) and config.block == "shaped"
     if ours and config.activation != "relu":
         raise ValueError(f"activation must be 'relu', the one that advise knows, got {config.activation!r}")

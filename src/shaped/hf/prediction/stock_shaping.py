@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from shaped.checks import quote
 from shaped.hf.attention import NAME
 from shaped.hf.configuration import ShapedConfig
 from shaped.hf.prediction.parts import Block, Network
@@ -23,7 +24,7 @@ ARGUMENTS = ("tau0", "learn", "gamma1", "gamma2", "gamma")
 def shape_config(config: PreTrainedConfig, shape: Any) -> PreTrainedConfig:
     """A copy of a stock config, as `shaped.hf.shape(model, **shape)` would leave it in the model."""
     if isinstance(config, ShapedConfig):
-        raise ValueError(f"shape must be None for a {type(config).__name__}, which has its own shape, got {shape!r}")
+        raise ValueError(f"shape must be None for a {type(config).__name__}, which has its own shape, got {quote(shape)}")
     settings = read_settings("shape", shape)
     config = copy.deepcopy(config)
     config._attn_implementation, config.shaped = NAME, settings
@@ -50,7 +51,7 @@ def read_settings(name: str, given: Any, *more: str) -> dict[str, Any]:
     """Refuses what `shape` does not know: it may be a part of the model that the prediction would leave out. `more` does not shape."""
     unknown = [key for key in given if key not in (*ARGUMENTS, *more)] if isinstance(given, Mapping) else [given]
     if unknown:
-        raise ValueError(f"{name} must have the arguments of shaped.hf.shape, {', '.join(ARGUMENTS)}, got {unknown[0]!r}")
+        raise ValueError(f"{name} must have the arguments of shaped.hf.shape, {', '.join(ARGUMENTS)}, got {quote(unknown[0])}")
     return check_settings(**{key: value for key, value in given.items() if key in ARGUMENTS})
 
 

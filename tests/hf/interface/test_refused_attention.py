@@ -1,0 +1,101 @@
+"""What `attn_implementation="shaped"` refuses: models that would ignore it, or in which it would be another function."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from stock import ENCODER, TOKENS, VOCABULARY, bert, doge, made, t5
+from test_interface import tokens
+
+from refusals import refused
+from shaped import hf
+from shaped.diagnosis.remedies.trials import takes_hf_shape
+
+
+def test_what_changes_the_softmax_is_refused_before_a_forward_pass():
+    from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
+
+    sizes: dict[str, Any] = ENCODER | TOKENS | {"num_key_value_heads": 2, "head_dim": 4}
+    experts: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    for kind, config, words in (
+        (Gemma2ForCausalLM, Gemma2Config(**sizes), ("attn_logit_softcapping must be None", "Gemma2Attention of Gemma2")),
+        (GptOssForCausalLM, GptOssConfig(**sizes, **experts), ("sinks must be None", "GptOssAttention of GptOss")),
+    ):
+        stock = kind(config)
+        for call in (
+            lambda stock=stock: hf.shape(stock),
+            lambda stock=stock: stock.set_attn_implementation("shaped"),
+            lambda kind=kind, config=config: kind._from_config(config, attn_implementation="shaped"),
+        ):
+            with refused(*words):
+                call()
+        assert not takes_hf_shape(stock)  # a diagnosis does not advise it
+        assert not hasattr(stock.config, "shaped")
+    plain = Gemma2ForCausalLM(Gemma2Config(**sizes, attn_logit_softcapping=None))
+    assert takes_hf_shape(plain)
+    hf.shape(plain)(tokens())
+    for module in plain.modules():
+        if hasattr(module, "attn_logit_softcapping"):
+            vars(module)["attn_logit_softcapping"] = 50.0
+    with refused("softcap", "Gemma2Attention"):
+        plain(tokens())
+
+
+def test_a_mask_that_drops_keys_is_refused_with_a_cache():
+    """Doge's may drop the query's own key, which alone tells the query's position. Without a cache the positions are known."""
+    ids, expected = tokens(), made(doge, "reference", keep_window_size=4)(tokens(), use_cache=False).logits
+    model = made(doge, keep_window_size=4)
+    assert (model(ids, use_cache=False).logits - expected).abs().max() < 1e-10
+    first = model(ids, use_cache=True)
+    with refused("keep_window_size", "10", "4"):
+        model(ids[:, :1], past_key_values=first.past_key_values)
+
+
+def test_models_that_would_ignore_it_are_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this model's own code is scripted
+        from transformers import DebertaV2Config, DebertaV2Model
+    config = DebertaV2Config(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    stock = DebertaV2Model(config)
+    for call in (
+        lambda: hf.shape(stock),
+        lambda: stock.set_attn_implementation("shaped"),
+        lambda: stock.set_attn_implementation({"": "shaped"}),
+        lambda: DebertaV2Model._from_config(config, attn_implementation="shaped"),
+    ):
+        with refused("attn_implementation", "shaped", "DisentangledSelfAttention", "DebertaV2Model"):
+            call()
+    assert not hasattr(stock.config, "shaped")
+
+
+def test_models_that_would_ignore_it_in_part_are_refused():
+    """LongT5's encoder has attention of its own; its decoder goes through the interface."""
+    from transformers import LongT5Config, LongT5Model
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
+    with refused("LongT5LocalAttention"):
+        hf.shape(LongT5Model(LongT5Config(**sizes, local_radius=3)))
+
+
+def test_attention_without_a_value_of_ones_own_is_refused():
+    from shaped.hf.attention import attention_forward
+
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    with refused("Linear", "3 queries", "5 keys"):
+        attention_forward(torch.nn.Linear(1, 1), q, k, k, None, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: hf.shape(made(bert), tau0=0.0), ["tau0", "0.0"]),
+        (lambda: hf.shape(torch.nn.Linear(2, 2)), ["model", "Hugging Face", "Linear"]),  # pyright: ignore
+        (lambda: hf.vanilla(torch.nn.Linear(2, 2)), ["model", "Hugging Face", "Linear"]),  # pyright: ignore
+        (lambda: hf.shape(made(bert), gamma1=float("nan")), ["gamma1", "nan"]),
+        (lambda: hf.shape(made(t5), gamma2=float("inf")), ["gamma2", "inf"]),
+    ],
+)
+def test_wrong_input_is_named(call, words):
+    with refused(*words):
+        call()
