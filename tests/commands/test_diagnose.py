@@ -37,6 +37,9 @@ def model_and_batch():
 def linear():
     return torch.nn.Linear(3, 3), torch.ones(2, 3)
 
+def picky():
+    return torch.nn.Linear(3, 3), torch.ones(2, 4)
+
 def model_alone():
     return model_and_batch()[0]
 
@@ -127,6 +130,15 @@ def test_the_seed_is_also_that_of_a_function(functions):
     assert not torch.equal(one, other)
 
 
+def test_a_seed_may_have_any_size(monkeypatch, capsys, tmp_path, config, functions):
+    """torch takes 64 bits: the command had blamed the model, and `diagnose` had left out the band."""
+    for model in (config, f"{functions}:model_and_batch"):
+        assert run(monkeypatch, model, "--seed", str(10**20), "--seeds", "1", "--no-remedies", "--out", str(tmp_path / "out")) == 0
+        assert f"seed {10**20}" in capsys.readouterr().out
+        stacks = json.loads((tmp_path / "out" / "diagnosis.json").read_text())["stacks"]
+        assert all(stack["bands"] for stack in stacks.values())
+
+
 @pytest.mark.parametrize("line", ["os.chdir('..')", "sys.path.remove(os.getcwd())"])
 def test_a_module_that_changes_the_folder_or_the_path(tmp_path, monkeypatch, line):
     (tmp_path / "changing_module.py").write_text(f"import os, sys\n{line}\n{FUNCTIONS}")
@@ -181,7 +193,7 @@ def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, t
         ([f"{functions}:model_alone"], "its function must return a batch too"),
         ([f"{functions}:model_and_batch", "--tokens", "4"], "tokens must not be given"),
         ([config, "--tokens", "0"], "tokens must be at least 2"),
-        ([config, "--text", str(tmp_path / "none.txt")], "none.txt"),
+        ([config, "--text", str(tmp_path / "none.txt")], "text must be a file that can be read, got "),
         ([config, "--text", str(wrong)], "tokenizer"),
     ):
         assert run(monkeypatch, *arguments, "--out", str(out)) == 2
@@ -191,7 +203,8 @@ def test_bad_input_is_one_line_before_anything_is_written(monkeypatch, capsys, t
     assert not out.exists()
     for arguments, word in (
         ([f"{functions}:linear"], "model must have attention"),
-        ([config, "--tokens", "9"], "batch must be what GPT2LMHeadModel takes"),
+        ([f"{functions}:picky"], "batch must be what Linear takes"),
+        ([config, "--tokens", "9"], "tokens must be at most 8, the positions of "),
     ):
         assert run(monkeypatch, *arguments, "--out", str(out)) == 2
         said = capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""Models and calls on which a diagnosis could give wrong numbers in silence: padding of two sides, other masks, wrappers, switched-off
-gradients."""
+"""Models and calls on which a diagnosis could give wrong numbers in silence: other padding, masks, wrappers, no gradients."""
 
 import math
 from types import SimpleNamespace
@@ -7,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from by_hand import check_attention, check_tokens
 from families import FAMILIES  # pyright: ignore[reportMissingImports] (in tests/hf)
 from plain_models import WIDTH, Attributes
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BertConfig, T5Config
 
 import shaped
@@ -88,12 +89,33 @@ def test_masks_that_are_added_to_large_logits(level: float, dtype: torch.dtype):
 def test_gradients_are_measured_where_the_caller_has_switched_them_off():
     torch.manual_seed(3)
     model = Attributes()
-    usual = observe(model, X)
+    usual, bands = observe(model, X), shaped.diagnose(model, X, seeds=1).bands
     for off in (torch.no_grad, torch.inference_mode):
         with off():
             assert observe(model, X).stacks[0].layers == usual.stacks[0].layers
+            assert shaped.diagnose(model, X.clone(), seeds=1).bands == bands  # of a copy, with a batch that was made there
     assert "no weight matrix has a gradient of it" in observe(model.requires_grad_(False), X).loss_kind
     assert "gradient" not in usual.loss_kind
+
+
+def test_a_default_device_is_for_the_caller_alone():
+    """As after torch.set_default_device("cuda"), with a model on the CPU: the projection of the output had failed."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Attending(), Attending())
+    usual = shaped.diagnose(model, X, seeds=2, remedies=True).to_json()
+    with torch.device("meta"):
+        assert shaped.diagnose(model, X, seeds=2, remedies=True).to_json() == usual
+
+
+class Attending(nn.Module):
+    """It makes no tensor of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.attention(x, x, x, need_weights=False)[0])
 
 
 def test_a_loss_without_a_gradient_is_refused_or_told():
@@ -144,6 +166,21 @@ def test_no_tokens_and_broken_input():
     assert observe(Attributes(), X * torch.nan).non_finite == "tokens that enter first"
 
 
+def test_a_batch_that_holds_no_tensors_is_told_so():
+    config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    model, ids = AutoModel.from_config(config), torch.arange(8).view(2, 4)
+    lists = ids.tolist()  # as a tokenizer returns them without return_tensors
+    for batch, words in (
+        ({"input_ids": lists, "attention_mask": ids}, "takes, in tensors, got input_ids a list of numbers, attention_mask [2, 4]: "),
+        (lists, "takes, in tensors, got a list of numbers: "),
+        ((ids, ids, lists, "text"), "takes, in tensors, got ([2, 4], [2, 4], a list of numbers, 'text'): "),
+        (ids.numpy(), "takes, in tensors, got a numpy array [2, 4]: "),
+        ((ids, "text"), "takes, got ([2, 4], 'text'): "),
+    ):
+        with refused("batch must be what BertModel", words):
+            observe(model, batch)
+
+
 def test_random_numbers_of_the_models_gpus_are_kept_too(monkeypatch):
     kept: list[list[int]] = []
     plain = torch.random.fork_rng
@@ -165,6 +202,38 @@ def test_a_prediction_is_not_the_band_of_a_model_with_gains_set_by_hand():
             if changed is not False:
                 model.layers[0].self_attn.shaping = changed
             assert word in shaped.diagnose(model, {"input_ids": ids}, seeds=1).bands.source
+
+
+class Borrower(nn.Module):
+    """Another model, with the config of a Llama."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.model = FAMILIES["llama"](16, 2), Attributes()
+        self.table = nn.Embedding(self.config.vocab_size, WIDTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(self.table(input_ids))
+
+
+def make_changed_llama(change: str) -> Any:
+    model: Any = AutoModel.from_config(FAMILIES["llama"](16, 2))
+    if change == "a norm":
+        model.layers[1].input_layernorm = nn.Identity()
+    elif change == "an epsilon":
+        model.layers[1].input_layernorm.variance_epsilon = 10.0
+    elif change == "a width":
+        mlp = model.layers[1].mlp
+        mlp.gate_proj, mlp.up_proj, mlp.down_proj = nn.Linear(16, 7, False), nn.Linear(16, 7, False), nn.Linear(7, 16, False)
+    return model
+
+
+@pytest.mark.parametrize("change", ["", "a norm", "an epsilon", "a width", "all"])
+def test_a_prediction_is_not_the_band_of_a_model_that_its_config_does_not_make(change: str):
+    torch.manual_seed(9)
+    model = Borrower() if change == "all" else make_changed_llama(change)
+    source = shaped.diagnose(model, {"input_ids": IDS}, seeds=1).bands.source
+    assert ("4 models predicted" in source) is not bool(change)
 
 
 IDS = torch.randint(3, 30, (2, 6), generator=generator(46))
@@ -193,3 +262,106 @@ def test_a_prediction_is_not_the_band_of_a_batch_with_more_than_ids(family: str,
     source = shaped.diagnose(model, {"input_ids": IDS} | given, seeds=1).bands.source
     assert ("predicted" in source) is predicted
     assert ("1 copy" in source) is not predicted
+
+
+class Experts(nn.Module):
+    """Attention, then one of four experts for each token: a router that sends every token to the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 24), nn.ReLU(), nn.Linear(24, WIDTH)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + nn.functional.scaled_dot_product_attention(x, x, x)
+        chosen, out = torch.zeros(x.shape[:2], dtype=torch.long), x.clone()
+        for number, expert in enumerate(self.experts):
+            out[chosen == number] += expert(x[chosen == number])
+        return out
+
+
+def test_an_expert_without_tokens_is_not_dead():
+    torch.manual_seed(7)
+    model: Any = nn.Sequential(Experts(), Experts())
+    inside: list[Tensor] = []
+    hook = model[0].experts[0][0].register_forward_hook(lambda module, args, output: inside.append(output.detach()))
+    found = shaped.diagnose(model, X, seeds=0)
+    hook.remove()
+    assert found.layers[0]["dead"] == pytest.approx(float((inside[0] <= 0).all(0).double().mean()))
+    assert "dead units" not in [finding.name for finding in found.verdicts]
+
+
+def test_weights_that_two_layers_share_have_their_gradient_in_both():
+    """Else the second layer would seem to be frozen, or to have a gradient that vanishes."""
+    torch.manual_seed(8)
+    layers = [nn.TransformerEncoderLayer(WIDTH, 2, 24, 0.0, batch_first=True) for _ in range(2)]
+    first, second = layers
+    second.linear1.weight, second.linear2.weight = first.linear1.weight, first.linear2.weight
+    second.self_attn.requires_grad_(False)
+    model: Any = nn.Sequential(*layers)
+    model.another_name = first.linear1  # counts once
+    rows = shaped.diagnose(model, X, loss=lambda output, batch: output.square().mean() + output.sum(), seeds=0).layers
+    output = model(X)
+    (output.square().mean() + output.sum()).backward()
+    norms = {name: float(p.grad.norm()) for name, p in first.named_parameters() if p.grad is not None}
+    for row, names in zip(rows, (("self_attn.in_proj_weight", "self_attn.out_proj.weight"), ()), strict=True):
+        assert row["gradients"] == pytest.approx({name: norms[name] for name in (*names, "linear1.weight", "linear2.weight")}, rel=1e-4)
+    with shaped.watch(model, every=1) as watcher:
+        output = model(X)
+        model.zero_grad()
+        (output.square().mean() + output.sum()).backward()
+        watcher.step(None)
+    assert list(watcher.rows[0].quantities["gradient"].values()) == pytest.approx([row["gradient"] for row in rows], rel=1e-4)
+
+
+def test_sharded_weights_are_refused():
+    """Their gradients had been missing, and no rule about gradients was judged."""
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 2, 24, 0.0, batch_first=True) for _ in range(2)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        fully_shard(model[1])
+        with refused("model must be whole", "Sequential"):
+            observe(model, X)
+    finally:
+        dist.destroy_process_group()
+
+
+class MaskFirst(nn.Module):
+    """Takes its mask before its tokens, and changes the tokens in place."""
+
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+        return x.add_(nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask)[:, 0])
+
+
+class MasksFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(MaskFirst() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for layer in self.layers:
+            x = layer(mask=torch.full((2, 1, 5, 5), -1e9).triu(1), x=x)
+        return x
+
+
+def test_what_enters_a_layer_is_not_the_mask_that_it_takes_first():
+    (stack,) = observe(MasksFirst(), X).stacks
+    check_tokens(stack.entering, X)
+
+
+class MaybeAttends(nn.Module):
+    def __init__(self, attends: bool):
+        super().__init__()
+        self.attends = attends
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.scaled_dot_product_attention(x, x, x) if self.attends else x + x.roll(1, 1)
+
+
+def test_what_enters_the_first_layer_that_attends():
+    """In hybrid models it is not the first layer of all."""
+    model = nn.Sequential(*map(MaybeAttends, (False, True, False, True)))
+    (stack,) = observe(model, X).stacks
+    assert [layer.name for layer in stack.layers] == ["1", "3"]
+    check_tokens(stack.entering, model[0](X))
+    check_tokens(stack.layers[-1].tokens, model(X))

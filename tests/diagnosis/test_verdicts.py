@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,9 @@ from shaped.diagnosis import Diagnosis
 from shaped.diagnosis.bands import Bands
 from shaped.diagnosis.observation import LayerObservation, Observation, StackObservation
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
-from shaped.diagnosis.page import document, render_page
+from shaped.diagnosis.page import render_page
 from shaped.diagnosis.reinitialised import draw_weights, make_fresh_copy
-from shaped.diagnosis.remedies.table import REMEDIES
-from shaped.diagnosis.remedies.trials import QUANTITIES
-from shaped.diagnosis.verdicts import NOTICES, Finding, Verdicts, judge, measure_risk
+from shaped.diagnosis.verdicts import RULES, Finding, Verdicts, judge, measure_risk
 from shaped.testing.stats import generator
 
 HEALTHY = TokenQuantities(0.1, 7.0, 1.0, 1.1, 8)
@@ -65,9 +64,67 @@ def test_rules_say_how_far_a_value_is_beyond_its_threshold(name: str, decades: f
     finding = find(name, make_observation(**changes))
     assert finding.decades == pytest.approx(decades, abs=1e-3)
     assert "layers.3" in finding.layers or decades < 0.0
-    assert finding.source
+    assert (finding.threshold, finding.source) == (RULES[finding.name].threshold, RULES[finding.name].source)
     assert "threshold" in str(finding)
-    assert all(finding.name in table for table in (REMEDIES, QUANTITIES, document.RULES))
+
+
+def make_stack(entering: TokenQuantities = HEALTHY, **of_layers: list[Any]) -> Observation:
+    """Layers that differ: of each quantity one value a layer."""
+    layers = [
+        LayerObservation(f"layers.{i}", HEALTHY, {"attn": CALL}, {"weight": 1.0}, 0.0) for i in range(len(next(iter(of_layers.values()))))
+    ]
+    for name, values in of_layers.items():
+        layers = [replace(layer, **{name: value}) for layer, value in zip(layers, values, strict=True)]
+    return Observation((StackObservation("layers", entering, tuple(layers)),), 1.0, "a loss", "")
+
+
+def make_tokens(name: str, values: list[float]) -> list[TokenQuantities]:
+    return [replace(HEALTHY, **{name: value}) for value in values]
+
+
+def test_rank_collapse_is_where_tokens_are_more_alike_behind_the_stack_than_before_it():
+    def find_layers(entering: float, *rho: float) -> list[tuple[str, ...]]:
+        seen = make_stack(replace(HEALTHY, correlation=entering), tokens=make_tokens("correlation", list(rho)))
+        return [finding.layers for finding in judge(seen) if finding.name == "rank collapse"]
+
+    assert find_layers(0.1, 0.97, 0.95, 0.94, 0.96) == [("layers.0", "layers.1", "layers.3")]
+    assert find_layers(0.1, 0.2, 0.3) == [("layers.1",)]  # the nearest
+    assert find_layers(0.96, 0.97, 0.96) == find_layers(0.97, 0.99, 0.96) == find_layers(0.1, 0.99, math.nan) == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "decades"),
+    [((1.0, 9.0, 0.5, 5.0, 5.0), 0.0), ((1.0, 5.0, 2.0, 7.0, 200.0), 1.0), ((1.0, 5.0, 2.0, 7.0, 0.2), 0.0)],
+)
+def test_a_stream_is_compared_over_its_second_half(lengths: tuple[float, ...], decades: float):
+    """From behind the second of four layers to behind the last."""
+    entering, *behind = make_tokens("length", list(lengths))
+    (finding,) = [one for one in judge(make_stack(entering, tokens=behind)) if "stream" in one.name]
+    assert finding.value == pytest.approx(lengths[4] / lengths[2])
+    assert finding.decades == pytest.approx(decades, abs=1e-9)
+    assert finding.name.startswith("growing" if lengths[4] > lengths[2] else "shrinking")
+
+
+@pytest.mark.parametrize("lengths", [(math.nan, 1.0), (1.0, math.inf), (0.0, 0.0)])
+def test_a_stream_without_a_length_is_not_judged(lengths: tuple[float, float]):
+    middle, last = make_tokens("length", list(lengths))
+    assert not any("stream" in finding.name for finding in judge(make_stack(tokens=[HEALTHY, middle, HEALTHY, last])))
+
+
+def test_gradients_of_two_layers_are_compared_and_one_is_not():
+    (two,) = [one for one in judge(make_stack(gradients=[{"weight": 1e-3}, {"weight": 1.0}])) if "gradients" in one.name]
+    assert (two.name, two.layers, two.decades) == ("vanishing gradients", ("layers.0", "layers.1"), pytest.approx(1.0))
+    known = judge(make_stack(gradients=[{"weight": 1e-3}, {}, {"weight": math.nan}]))
+    assert not any("gradients" in one.name for one in known)
+
+
+def test_every_layer_at_a_threshold_is_named_and_no_number_is_beyond_rounding():
+    (units,) = [one for one in judge(make_stack(dead=[0.5, 0.1, 0.5, 0.49])) if one.name == "dead units"]
+    assert (units.layers, units.decades) == (("layers.0", "layers.2"), 0.0)
+    assert find("dead units", make_stack(dead=[0.1, 1.0])).decades == 6.0
+    assert find("dead units", make_stack(dead=[0.0, 0.0])).decades == -6.0
+    worst = replace(make_stack(dead=[1.0]), non_finite="the loss")
+    assert [finding.name for finding in judge(worst) if finding.decades == 6.0] == ["non-finite values", "dead units"]
 
 
 def test_a_stack_without_gradients_is_told():
@@ -75,7 +132,6 @@ def test_a_stack_without_gradients_is_told():
     (notice,) = Verdicts(finding for finding in judge(seen) if finding.at_risk)
     assert (notice.name, notice.layers) == ("no gradients", ("layers.0",))
     assert measure_risk(judge(seen)) < 0.3
-    assert all(notice.name in table for table in (REMEDIES, QUANTITIES, document.RULES, NOTICES))
     found = Diagnosis(seen, Bands({}, ""), judge(seen))
     assert "no gradients" in repr(found)
     assert "every gradient is 0 in layers.0" in render_page(found.to_json())
@@ -207,3 +263,14 @@ def test_what_is_saved_is_json_without_nan(tmp_path):
     assert repr(found).startswith("Diagnosis(Attributes, 2 layers, risk 0.")
     with refused("seeds", "at least 0", "-1"):
         shaped.diagnose(Attributes(), X, seeds=-1)
+
+
+def test_the_document_has_the_table_of_the_rules():
+    lines = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8").partition("\n## The rules\n")[2].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[3 : lines.index("", 3)]]
+    for name, rule in RULES.items():
+        threshold = {"uniform attention": "10⁻⁵", "non-finite values": ""}.get(name, f"{rule.threshold:g}")
+        authors = rule.source.partition(" et al.")[0] if "et al." in rule.source else ""
+        matching = [row for row in rows if set(name.split()) <= set(row[0].split())]
+        assert [(row[2], authors in row[3], "does not count" not in row[3]) for row in matching] == [(threshold, True, rule.counts)], name
+    assert RULES["uniform attention"].threshold == 1.0 - 1e-5

@@ -1,26 +1,19 @@
 """The study of whether alarms come in time (benchmarks/studies/alarms.py): its plan, what a death is, and a command that was killed."""
 
 import json
-import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from programs import load_program
 from shaped.intervals import exact_interval
 from shaped.watching.rows import Row
-
-STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
 
 
 @pytest.fixture(scope="module")
 def study() -> Any:
-    sys.path.insert(0, str(STUDIES))
-    try:
-        return import_module("alarms")
-    finally:
-        sys.path.remove(str(STUDIES))
+    return load_program("studies/alarms")
 
 
 def test_the_judging_half_has_enough_sound_runs_to_bound_the_false_alarms(study: Any):

@@ -87,6 +87,22 @@ def test_a_loss_that_is_changed_in_place_later():
     assert watcher.rows[1].loss == pytest.approx(watcher.rows[0].loss)
 
 
+def test_an_optimiser_in_the_backward_pass():
+    """It updates each weight as soon as its gradient is there, and frees the gradient."""
+
+    def update(parameter: torch.Tensor) -> None:
+        seen.append(parameter)
+        parameter.grad = None
+
+    seen: list[torch.Tensor] = []
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    assert watch_once(model).rows[0].quantities == watch_once(make_model()).rows[0].quantities
+    assert len(seen) == len([*model.parameters()])
+    assert all(len(parameter._post_accumulate_grad_hooks or ()) == 1 for parameter in model.parameters())
+
+
 def test_sparse_gradients():
     model = make_model()
     model.embedding = nn.Embedding(20, 16, sparse=True)

@@ -65,6 +65,22 @@ def test_rows_of_a_stock_model_and_of_a_resumed_run(tmp_path: Path):
     assert read_steps(tmp_path) == [0, 2, 4, 6]
 
 
+@pytest.mark.parametrize("average", [True, False])
+def test_the_loss_of_one_process_of_two(average: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The Trainer counts the items of both: the first one's share is half of its mean loss."""
+    trainer: Any = make_trainer(tmp_path, callback := WatchCallback(every=1), average_tokens_across_devices=average)
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: 2))
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    ids = Text().ids[:4]
+    counted = ids[:, 1:].numel() * (2 if average else 1)
+    outputs = trainer.model.eval()(ids, labels=ids, num_items_in_batch=counted)
+    outputs.loss.backward()
+    callback.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control)
+    callback.on_train_end(trainer.args, trainer.state, trainer.control)
+    assert callback.watcher is not None
+    assert callback.watcher.rows[0].loss == pytest.approx(float(trainer.model(ids, labels=ids).loss.detach()), rel=1e-5)
+
+
 def test_an_alarm_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(Alarms, "check", lambda self, row: [Alarm("rising loss", row.step, "", 5.0, 4.0)] if row.step == 2 else [])
     for stop, steps in ((True, 3), (False, 6)):

@@ -17,7 +17,7 @@ from shaped.commands.console import Lines
 from shaped.commands.options import PLACE, SOLVER
 from shaped.commands.results import check_folder
 from shaped.diagnosis.curves import CURVES, list_curves
-from shaped.diagnosis.models import load_subject
+from shaped.diagnosis.models import count_positions, load_subject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +53,13 @@ def diagnose(
     began = time.perf_counter()
     subject = load_subject(model, text=text, tokens=tokens, sequences=sequences, seed=seed)
     check_folder(out)
-    found = shaped.diagnose(subject.model, subject.batch, seeds=seeds, seed=seed, remedies=remedies)
+    try:
+        found = shaped.diagnose(subject.model, subject.batch, seeds=seeds, seed=seed, remedies=remedies)
+    except ValueError as error:
+        positions = count_positions(subject.model)  # rotary positions have no end, so more of them are tried
+        if tokens is not None and positions is not None and tokens > positions and str(error).startswith("batch must be what"):
+            raise ValueError(f"tokens must be at most {positions}, the positions of {subject.name}, got {tokens}") from error
+        raise
     found.info.update(name=subject.name, about=subject.about)
     written = found.save(out)
     lines = Lines()

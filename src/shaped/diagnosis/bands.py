@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def predict_bands(model: nn.Module, batch: Any, seen: Observation, *, seeds: int
     from shaped.hf import predict
     from shaped.hf.shaping import has_gains_of_config
 
-    if not has_gains_of_config(model, config):
+    if not has_gains_of_config(model, config) or not is_made_by_config(model, config):
         return None  # copies keep what was changed by hand; the config does not know it
     samples = seeds * (4 if len(ids) <= FEW_TOKENS else 1)
     try:
@@ -90,6 +91,29 @@ def predict_bands(model: nn.Module, batch: Any, seen: Observation, *, seeds: int
         return None
     bands = {name: make_band(getattr(found, theirs).T.tolist()) for name, theirs in PREDICTED.items()}
     return Bands({seen.stacks[0].name: bands}, f"{samples} models predicted from the config (shaped.hf.predict), first sequence")
+
+
+def is_made_by_config(model: nn.Module, config: Any) -> bool:
+    """Is it of this package or of transformers, with the parts that its config asks for? Another model may have borrowed the config."""
+    kind = type(model)
+    if kind.__module__.partition(".")[0] not in ("shaped", "transformers"):
+        return False
+    try:
+        with torch.device("meta"):
+            usual: nn.Module = kind(copy.deepcopy(config))
+    except Exception:  # transformers has several classes of errors
+        return False
+    return describe_parts(model) == describe_parts(usual)
+
+
+def describe_parts(model: nn.Module) -> dict[str, Any]:
+    """Class, options and sizes of each part by name. Gains of shaped attention are left out: they may have been added since."""
+    from shaped.nn.modules import AttentionShaping
+
+    def describe(part: nn.Module) -> tuple[Any, ...]:
+        return type(part), part.extra_repr(), [(name, own.shape) for name, own in part.named_parameters(recurse=False)]
+
+    return {name: describe(part) for name, part in model.named_modules() if not isinstance(part, AttentionShaping)}
 
 
 def copy_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | None, seeds: int, seed: int) -> Bands:
@@ -111,7 +135,7 @@ def copy_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | 
 
 def make_band(copies: list[list[float]]) -> Band:
     """Of [copies][stage]."""
-    values = torch.tensor(copies, dtype=torch.float64)
+    values = torch.tensor(copies, dtype=torch.float64, device="cpu")
     return Band(values.amin(0).tolist(), values.mean(0).tolist(), values.amax(0).tolist())
 
 
@@ -125,12 +149,12 @@ def find_ids(batch: Any, *, has_segments: bool) -> Tensor | None:
         return None
     given = {name: value for name, value in batch.items() if value is not None and name not in HARMLESS}
     ids, (count, m) = given.pop("input_ids").cpu(), batch["input_ids"].shape
-    usual = {"attention_mask": torch.ones(1, m), "position_ids": torch.arange(m)}
-    usual |= {"token_type_ids": torch.zeros(1, m)} if has_segments else {}
+    usual = {"attention_mask": torch.ones(1, m, device="cpu"), "position_ids": torch.arange(m, device="cpu")}
+    usual |= {"token_type_ids": torch.zeros(1, m, device="cpu")} if has_segments else {}
     if not all(name in usual and isinstance(x, Tensor) and x.shape in ((m,), (1, m), (count, m)) for name, x in given.items()):
         return None
     values = {name: given.get(name, default).cpu().expand(count, m) for name, default in usual.items()}
-    if bool(values.get("token_type_ids", torch.zeros(1)).any()):
+    if bool(values.get("token_type_ids", torch.zeros(1, device="cpu")).any()):
         return None
     real = values["attention_mask"] != 0
     if bool((real.sum(-1) != real[0].sum()).any()):  # curves are means over all sequences, and short ones have other bands

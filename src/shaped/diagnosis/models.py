@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shaped.checks import fold_seed
 from shaped.files import read_json, read_text
 from shaped.process import quote_error, suggest_install
 
@@ -80,7 +81,7 @@ def call_function(place: str, seed: int) -> tuple[nn.Module, Any]:
         raise ValueError(f"model must be a function, as package.module:function, got {place!r}, which is of {type(function).__name__}")
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(fold_seed(seed))
             made = function()
     except Exception as error:
         raise ValueError(f"model must be a function that runs, got {place!r}: {type(error).__name__}: {quote_error(error)}") from error
@@ -110,7 +111,7 @@ def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path, list[str]]:
         with silence_transformers(), torch.random.fork_rng(devices=[]):
             config = AutoConfig.from_pretrained(file, local_files_only=True)
             kind = choose_class(config)
-            torch.manual_seed(seed)
+            torch.manual_seed(fold_seed(seed))
             if not path.is_dir():
                 return kind.from_config(config), path.parent, []
             model, found = kind.from_pretrained(path, config=config, local_files_only=True, output_loading_info=True)
@@ -138,14 +139,14 @@ def make_batch(
 ) -> tuple[dict[str, Tensor], str]:
     """A batch of ids or of images, and what it is, in words."""
     config: Any = getattr(model, "config", None)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(fold_seed(seed))
     rows = SEQUENCES if sequences is None else sequences
     if getattr(model, "main_input_name", "") == "pixel_values":
         return make_images(config, text, tokens, rows, generator), "images of white noise"
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ValueError(f"model must have a vocabulary, or its function must return a batch too, got {type(model).__name__}")
-    length = tokens if tokens is not None else min(TOKENS, count_positions(model))
+    length = tokens if tokens is not None else min(TOKENS, count_positions(model) or TOKENS)
     if text is None:
         usual = torch.tensor([number for number in range(vocabulary) if number != getattr(config, "pad_token_id", None)])
         ids = usual[torch.randint(len(usual), (rows, length), generator=generator)]
@@ -172,11 +173,11 @@ def make_images(config: Any, text: Path | None, tokens: int | None, count: int, 
     return {"pixel_values": torch.randn(count, config.num_channels, height, width, generator=generator)}
 
 
-def count_positions(model: nn.Module) -> int:
-    """How many tokens a sequence may have. In tables of positions that have a row of padding, as RoBERTa's, they begin behind it."""
-    positions: Any = getattr(model.config, "max_position_embeddings", None)
+def count_positions(model: nn.Module) -> int | None:
+    """Tokens of a sequence by the config, None if it has none. In tables with a row of padding, as RoBERTa's, they begin behind it."""
+    positions: Any = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
-        return TOKENS
+        return None
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)]
     return positions - max((1 + table.padding_idx for table in tables if table.padding_idx is not None), default=0)
 
@@ -190,7 +191,10 @@ def predicts_tokens(model: Any) -> bool:
 def read_ids(folder: Path | None, text: Path, sequences: int, tokens: int) -> Tensor:
     if folder is None:
         raise ValueError(f"text must not be given for a function, which returns its own batch, got {text}")
-    content = read_text(text)
+    try:
+        content = read_text(text)
+    except OSError as error:  # such as a missing file
+        raise ValueError(f"text must be a file that can be read, got {text}: {error.strerror}") from None
     from transformers import AutoTokenizer
 
     from shaped.hf.quiet import silence_transformers

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ from shaped.diagnosis.one_pass.stack import Part, choose_layers
 from shaped.diagnosis.one_pass.unchanged import keep_unchanged
 from shaped.process import quote_error
 
+LIST, ARRAY = "a list of numbers", "a numpy array"
 SEEN_GRAD = expose_to_modes(torch.autograd.grad)
 
 
@@ -68,7 +71,12 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     model = unwrap(model)
-    batch = move_batch(batch, find_device(model))
+    if is_sharded(model):  # `grad` would find the gradients of no shard
+        raise ValueError(
+            f"model must be whole, got {type(model).__name__} with weights that FSDP has sharded: diagnose it before, or watch its training"
+        )
+    with torch.inference_mode(False):
+        batch = move_batch(batch, find_device(model))
     recorder = LayerRecorder(model, batch)
     with ExitStack() as stack:
         stack.enter_context(keep_unchanged(model))
@@ -85,7 +93,7 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None, change: Abst
             )
         with torch.autograd.set_multithreading_enabled(False), change or nullcontext():  # checkpointed parts run again, with the change
             gradients = differentiate(model, value)
-    observed = make_stacks(stacks, gradients)
+    observed = make_stacks(model, stacks, gradients)
     number = float(value.detach())
     kind += "" if gradients else " (no weight matrix has a gradient of it)"
     return Observation(observed, number, kind, find_non_finite(model, observed, number, gradients))
@@ -99,8 +107,9 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise
-        said = quote_error(error)
-        raise ValueError(f"batch must be what {type(model).__name__} takes, got {describe_batch(batch)}: {said}") from error
+        said, got = quote_error(error), describe_batch(batch)
+        hint = ", in tensors" if LIST in got or ARRAY in got else ""
+        raise ValueError(f"batch must be what {type(model).__name__} takes{hint}, got {got}: {said}") from error
 
 
 def differentiate(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -112,6 +121,13 @@ def differentiate(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
         raise ValueError(f"model must checkpoint with use_reentrant=False, got reentrant checkpoints in {type(model).__name__}")
     found = SEEN_GRAD(loss, list(matrices.values()), allow_unused=True)
     return {name: gradient for name, gradient in zip(matrices, found, strict=True) if gradient is not None}
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Does FSDP, of either version, gather its weights for each pass?"""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded by who uses it
+    kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def has_node(loss: Tensor, name: str) -> bool:
@@ -138,12 +154,20 @@ def find_stacks(model: nn.Module, recorder: LayerRecorder) -> dict[str, list[Par
     return stacks
 
 
-def make_stacks(stacks: Mapping[str, list[Part]], matrices: Mapping[str, Tensor]) -> tuple[StackObservation, ...]:
+def make_stacks(model: nn.Module, stacks: Mapping[str, list[Part]], matrices: Mapping[str, Tensor]) -> tuple[StackObservation, ...]:
     """`matrices`: gradients of the weight matrices by name, or the norms of these gradients."""
+    matrices = add_other_names(model, matrices)
     return tuple(
         StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)))
         for name, parts in stacks.items()
     )
+
+
+def add_other_names(model: nn.Module, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Also by the other names of weights that several modules share: each layer that uses them has their gradient."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = ((name, first[id(parameter)]) for name, parameter in model.named_parameters(remove_duplicate=False))
+    return {name: matrices[own] for name, own in every if own in matrices}
 
 
 def label_parts(parts: Iterable[Part]) -> Iterator[tuple[Part, str]]:
@@ -158,11 +182,13 @@ def label_parts(parts: Iterable[Part]) -> Iterator[tuple[Part, str]]:
 def make_layer(part: Part, label: str, gradients: Mapping[str, Tensor]) -> LayerObservation:
     prefix = f"{part.name}." if part.name else ""
     units = sum(one.units for one in part.activations)
+    inside = {name[len(prefix) :]: value for name, value in gradients.items() if name.startswith(prefix)}
+    once = {id(value): name for name, value in reversed(inside.items())}  # by the first of several names of one matrix
     return LayerObservation(
         name=label,
         tokens=part.leaving,
         attention=dict(part.attention),
-        gradients={name[len(prefix) :]: gradient_length(value) for name, value in gradients.items() if name.startswith(prefix)},
+        gradients={name: gradient_length(value) for name, value in inside.items() if once[id(value)] == name},
         dead=sum(one.dead for one in part.activations) / units if units else math.nan,
     )
 
@@ -196,7 +222,8 @@ def find_device(model: nn.Module) -> torch.device:
 def move_batch(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on this device. Its own containers stay as they are."""
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        batch = batch.to(device)
+        return batch.clone() if batch.is_inference() else batch  # the backward pass may save it
     if isinstance(batch, Mapping):
         return {name: move_batch(value, device) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
@@ -208,6 +235,15 @@ def describe_batch(batch: Any) -> str:
     """Names and shapes, for a message."""
     if isinstance(batch, Mapping):
         return ", ".join(f"{name} {describe_batch(value)}" for name, value in batch.items()) or "nothing"
+    if has_numbers(batch):
+        return LIST
     if isinstance(batch, tuple):
         return "(" + ", ".join(map(describe_batch, batch)) + ")"
+    if isinstance(batch, np.ndarray):
+        return f"{ARRAY} {list(batch.shape)}"
     return f"{list(batch.shape)}" if isinstance(batch, Tensor) else f"{batch!r:.40}"
+
+
+def has_numbers(batch: Any) -> bool:
+    """Is it a list of numbers, or of such lists, as tokenizers return them? `move_batch` has made a tuple of each."""
+    return isinstance(batch, tuple) and bool(batch) and all(isinstance(value, int | float) or has_numbers(value) for value in batch)

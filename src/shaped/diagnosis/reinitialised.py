@@ -7,11 +7,13 @@ import copy
 import torch
 from torch import nn
 
+from shaped.checks import fold_seed
 from shaped.diagnosis.one_pass.unchanged import keep_random_numbers
 from shaped.nn.initialisations import reset_parameters
 from shaped.process import quote_error
 
 
+@torch.inference_mode(False)  # else the copy has no gradients
 def make_fresh_copy(model: nn.Module, seed: int) -> nn.Module:
     """The same model with newly drawn weights. The caller's random numbers are not touched.
 
@@ -30,7 +32,7 @@ def make_fresh_copy(model: nn.Module, seed: int) -> nn.Module:
 def draw_weights(model: nn.Module, seed: int) -> None:
     """New ones in place, for a copy. The caller's random numbers are not touched."""
     with keep_random_numbers(model):
-        torch.manual_seed(seed)
+        torch.manual_seed(fold_seed(seed))
         reset_parameters(model)
 
 

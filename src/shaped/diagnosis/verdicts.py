@@ -32,7 +32,6 @@ BOUNDED = 0.5
 """The largest share that one key can ever get of a query's attention. Below it a head cannot select a token, however long it trains.
 Henry et al. 2020 learn the scale of normalised logits for this reason; the number is ours. It is told but does not count as a risk: such
 a model trains, and its attention stays an average (docs/diagnose.md, the study)."""
-NOTICES = ("uniform attention", "bounded attention", "no gradients")
 GRADIENT_SPREAD = 100.0
 """Largest over smallest gradient norm of a layer. Xiong et al. 2020: at initialisation the gradients of Post-LN are large near the output,
 and without warm-up it does not train well. The number is ours; the paper has none for this ratio."""
@@ -46,8 +45,65 @@ FARTHEST = 6.0  # decades; beyond, numbers are rounding errors
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What is the same for every finding of one name."""
+
+    quantity: str
+    """What its value is. Rules of one quantity are one rule: gradients that vanished may explode after a change."""
+    threshold: float
+    source: str
+    curve: str = ""
+    """The curve of `shaped.diagnosis.curves` on which it is seen; empty if it is on none."""
+    is_on_curve: bool = False
+    """Is the threshold a value of that curve?"""
+    counts: bool = True
+    """In the risk; else it is a notice."""
+
+
+GRADIENTS = Rule(
+    "largest over smallest gradient",
+    GRADIENT_SPREAD,
+    "Xiong et al. 2020: without warm-up Post-LN does not train at such factors",
+    "gradient",
+)
+STREAM = Rule(
+    "growth of the stream", STREAM_GROWTH, "sums of branches grow as the square root of the depth, 1.4 there (docs/predict.md)", "length"
+)
+RULES: dict[str, Rule] = {
+    "rank collapse": Rule(
+        "correlation behind the last layer",
+        RANK_COLLAPSE,
+        "Noci et al. 2022: gradients of queries and keys vanish",
+        "correlation",
+        is_on_curve=True,
+    ),
+    "entropy collapse": Rule(
+        "smallest share of the uniform entropy",
+        ENTROPY_COLLAPSE,
+        "Zhai et al. 2023: training diverges as a layer's entropy goes to 0",
+        "entropy",
+    ),
+    "uniform attention": Rule(
+        "largest share of the uniform entropy", 1.0 - UNIFORM, "Dong et al. 2021: averaging makes tokens alike", "entropy", counts=False
+    ),
+    "bounded attention": Rule(
+        "largest share that one key can get", BOUNDED, "Henry et al. 2020: normalised logits need a larger scale", "entropy", counts=False
+    ),
+    "no gradients": Rule("largest gradient", 0.0, "a step would leave their weights as they are", "gradient", counts=False),
+    "vanishing gradients": GRADIENTS,
+    "exploding gradients": GRADIENTS,
+    "growing residual stream": STREAM,
+    "shrinking residual stream": STREAM,
+    "dead units": Rule("share of dead units", DEAD, "Lu et al. 2019: dying ReLU", "dead", is_on_curve=True),
+    "non-finite values": Rule("the loss", 0.0, "a step would make every weight nan"),
+}
+"""By the name of their verdicts. What is tried for each is in `shaped.diagnosis.remedies.table`."""
+NOTICES = tuple(name for name, rule in RULES.items() if not rule.counts)
+
+
+@dataclass(frozen=True)
 class Finding:
-    """One rule, and where a stack is farthest beyond it or nearest to it."""
+    """Where a stack is farthest beyond a rule, or nearest to it. It has the rule's threshold and source, to be read alone."""
 
     name: str
     stack: str
@@ -77,11 +133,11 @@ class Verdicts(tuple[Finding, ...]):
 
 def judge(observation: Observation) -> tuple[Finding, ...]:
     """What each rule finds in each stack, the farthest beyond its threshold first."""
-    found = [finding for stack in observation.stacks for rule in RULES for finding in rule(stack)]
+    found = [finding for stack in observation.stacks for judge_stack in JUDGES for finding in judge_stack(stack)]
     if observation.non_finite:
         place = observation.non_finite
         sentence = f"the first value that is not finite: {place}"
-        found.insert(0, Finding("non-finite values", "", (), math.nan, 0.0, "a step would make every weight nan", sentence, FARTHEST))
+        found.insert(0, make_finding("non-finite values", "", (), math.nan, sentence, FARTHEST))
     return tuple(sorted(found, key=lambda finding: -finding.decades))
 
 
@@ -89,12 +145,14 @@ def measure_risk(findings: Iterable[Finding]) -> float:
     """odds/(1 + odds) of the worst stack, its odds being the sum over rules of 10^decades."""
     odds: defaultdict[str, float] = defaultdict(float)
     for finding in findings:
-        odds[finding.stack] += 0.0 if finding.name in NOTICES else 10.0**finding.decades
+        odds[finding.stack] += 10.0**finding.decades if RULES[finding.name].counts else 0.0
     worst = max(odds.values(), default=0.0)
     return worst / (1.0 + worst)
 
 
-Rule = Callable[[StackObservation], Iterator[Finding]]
+def make_finding(name: str, stack: str, layers: tuple[str, ...], value: float, sentence: str, decades: float) -> Finding:
+    rule = RULES[name]
+    return Finding(name, stack, layers, value, rule.threshold, rule.source, sentence, decades)
 
 
 def judge_rank(stack: StackObservation) -> Iterator[Finding]:
@@ -104,9 +162,8 @@ def judge_rank(stack: StackObservation) -> Iterator[Finding]:
         return
     beyond = [layer.name for layer, value in zip(stack.layers, rho[1:], strict=True) if value >= RANK_COLLAPSE]
     sentence = f"tokens are parallel: their mean correlation is {show(last)} behind {stack.layers[-1].name}, threshold {RANK_COLLAPSE}"
-    source = "Noci et al. 2022: gradients of queries and keys vanish"
     decades = measure_decades((1.0 - RANK_COLLAPSE) / max(1.0 - last, 1e-12))
-    yield Finding("rank collapse", stack.name, tuple(beyond) or (stack.layers[-1].name,), last, RANK_COLLAPSE, source, sentence, decades)
+    yield make_finding("rank collapse", stack.name, tuple(beyond) or (stack.layers[-1].name,), last, sentence, decades)
 
 
 def judge_entropy(stack: StackObservation) -> Iterator[Finding]:
@@ -115,14 +172,12 @@ def judge_entropy(stack: StackObservation) -> Iterator[Finding]:
     if low:
         layers, value, decades = low
         sentence = f"attention sees one key: {show(value)} of the uniform entropy in {describe(layers)}, threshold {ENTROPY_COLLAPSE}"
-        source = "Zhai et al. 2023: training diverges as a layer's entropy goes to 0"
-        yield Finding("entropy collapse", stack.name, layers, value, ENTROPY_COLLAPSE, source, sentence, decades)
+        yield make_finding("entropy collapse", stack.name, layers, value, sentence, decades)
     flat = find_worst(stack, shares, lambda share: measure_decades(UNIFORM / max(1.0 - share, 1e-8)))
     if flat:
         layers, value, decades = flat
         sentence = f"attention selects nothing: {show(value)} of the uniform entropy in {describe(layers)}, threshold 1 - {UNIFORM:g}"
-        source = "Dong et al. 2021: averaging makes tokens alike"
-        yield Finding("uniform attention", stack.name, layers, value, 1.0 - UNIFORM, source, sentence, decades)
+        yield make_finding("uniform attention", stack.name, layers, value, sentence, decades)
 
 
 def judge_bound(stack: StackObservation) -> Iterator[Finding]:
@@ -136,8 +191,7 @@ def judge_bound(stack: StackObservation) -> Iterator[Finding]:
             f"queries and keys are normalised, and their scale is so small that one key among all gets at most {show(value)} of a query's "
             f"attention in {describe(layers)}, threshold {BOUNDED}, unless gains that train scale them up"
         )
-        source = "Henry et al. 2020: normalised logits need a larger scale"
-        yield Finding("bounded attention", stack.name, layers, value, BOUNDED, source, sentence, decades)
+        yield make_finding("bounded attention", stack.name, layers, value, sentence, decades)
 
 
 def judge_gradients(stack: StackObservation) -> Iterator[Finding]:
@@ -145,8 +199,7 @@ def judge_gradients(stack: StackObservation) -> Iterator[Finding]:
     known = {layer.name: norm for layer, norm in zip(stack.layers, norms, strict=True) if math.isfinite(norm)}
     if known and not any(norm for norm in norms if not math.isnan(norm)):  # nan: nothing of the layer is trained
         sentence = f"every gradient is 0 in {describe(tuple(known))}: the loss does not depend on them, or what reads them has weights of 0"
-        source = "a step would leave their weights as they are"
-        yield Finding("no gradients", stack.name, tuple(known), 0.0, 0.0, source, sentence, 0.0)
+        yield make_finding("no gradients", stack.name, tuple(known), 0.0, sentence, 0.0)
         return
     if len(known) < 2:
         return
@@ -158,9 +211,8 @@ def judge_gradients(stack: StackObservation) -> Iterator[Finding]:
         f"on their way back gradients {verb}: norm {show(known[largest])} in {largest}, {show(known[smallest])} in {smallest}, "
         f"a factor of {show(ratio)}, threshold {GRADIENT_SPREAD:g}"
     )
-    source = "Xiong et al. 2020: without warm-up Post-LN does not train at such factors"
     decades = measure_decades(ratio / GRADIENT_SPREAD)
-    yield Finding(name, stack.name, (smallest, largest), ratio, GRADIENT_SPREAD, source, sentence, decades)
+    yield make_finding(name, stack.name, (smallest, largest), ratio, sentence, decades)
 
 
 def judge_stream(stack: StackObservation) -> Iterator[Finding]:
@@ -173,9 +225,8 @@ def judge_stream(stack: StackObservation) -> Iterator[Finding]:
     sentence = (
         f"the stream {verb} from {show(middle)} to {show(last)} over the second half of the layers, threshold a factor of {STREAM_GROWTH:g}"
     )
-    source = "sums of branches grow as the square root of the depth, 1.4 there (docs/predict.md)"
     decades = measure_decades(max(ratio, 1.0 / max(ratio, 1e-30)) / STREAM_GROWTH)
-    yield Finding(name, stack.name, (stack.layers[-1].name,), ratio, STREAM_GROWTH, source, sentence, decades)
+    yield make_finding(name, stack.name, (stack.layers[-1].name,), ratio, sentence, decades)
 
 
 def judge_units(stack: StackObservation) -> Iterator[Finding]:
@@ -185,10 +236,17 @@ def judge_units(stack: StackObservation) -> Iterator[Finding]:
         layers, value, decades = worst
         where = f"{describe(layers)}, threshold {100 * DEAD:g} %"
         sentence = f"{show(100 * value)} % of the activations' units pass no gradient for any token in {where}"
-        yield Finding("dead units", stack.name, layers, value, DEAD, "Lu et al. 2019: dying ReLU", sentence, decades)
+        yield make_finding("dead units", stack.name, layers, value, sentence, decades)
 
 
-RULES: tuple[Rule, ...] = (judge_rank, judge_entropy, judge_bound, judge_gradients, judge_stream, judge_units)
+JUDGES: tuple[Callable[[StackObservation], Iterator[Finding]], ...] = (
+    judge_rank,
+    judge_entropy,
+    judge_bound,
+    judge_gradients,
+    judge_stream,
+    judge_units,
+)
 
 
 Worst = tuple[tuple[str, ...], float, float]

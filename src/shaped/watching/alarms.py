@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
+from shaped.diagnosis.verdicts import ENTROPY_COLLAPSE
 from shaped.files import replace_non_finite
 from shaped.watching.rows import Row
 
@@ -25,9 +26,9 @@ LEAST_HISTORY = 10
 TREND, HORIZON = 8, 20
 """Rows that a trend is fitted to, and rows ahead in which it may cross a threshold."""
 
-ENTROPY_COLLAPSE, ENTROPY_FALL = 0.05, 2.0
-"""Share of uniform attention's entropy that a diagnosis calls a collapse (Zhai et al. 2023: training diverges as a layer's entropy goes to
-0), and by what factor it fell since its highest: a layer that starts there is no alarm."""
+ENTROPY_FALL = 2.0
+"""By what factor a layer's share of the uniform entropy fell since its highest: one that starts at what a diagnosis calls a collapse
+(ENTROPY_COLLAPSE) is no alarm."""
 LOGITS_FATAL, LOGITS_HIGH, LOGITS_GROWTH = 100.0, 40.0, 4.0
 """The largest logit that is an alarm, the one from which on it is forecast, and by what factor it grew since its lowest. Wortsman et al.
 2023: at large learning rates logits grow without bound before a run diverges. At 100 attention sees one key unless two logits are nearly

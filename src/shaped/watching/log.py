@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shaped.files import make_folder, read_steps, write_atomically
+from shaped.files import append_lines, make_folder, read_steps, write_lines
 from shaped.watching.alarms import Alarm
 from shaped.watching.rows import Row
 
@@ -23,15 +22,12 @@ class WatchLog:
         self.path = folder / FILE
         lines = [line for line in read_steps(self.path) if line["step"] < start]
         self.rows = [Row.from_json(line) for line in lines if "kind" not in line]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_atomically(self.path, lambda file: file.write(text.encode()))
+        write_lines(self.path, lines)
         self._writer = open_writer(folder / "tensorboard", start) if tensorboard else None
 
     def write(self, row: Row, alarms: Iterable[Alarm]) -> None:
         self.rows.append(row)
-        lines = (row.to_json(), *(alarm.to_json() for alarm in alarms))
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+        append_lines(self.path, (row.to_json(), *(alarm.to_json() for alarm in alarms)))
         if self._writer is not None:
             if row.loss is not None:
                 self._writer.add_scalar("loss", row.loss, row.step)

@@ -42,7 +42,7 @@ class StepRecorder:
         self._norms: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and parameter.ndim >= 2:
-                self._removals.append(parameter.register_post_accumulate_grad_hook(self._norm_hook(name)).remove)
+                self._removals.append(register_first(parameter, self._norm_hook(name)))
 
     def measure(self, scale: float | None = None) -> tuple[StackObservation, ...]:
         """Every quantity of every layer. `scale`: what the loss was multiplied by; gradients that overflow for it are left out."""
@@ -54,7 +54,7 @@ class StepRecorder:
         norms = self._norms if scale is None else {name: norm / scale for name, norm in self._norms.items()}
         if scale is not None and not all(bool(norm.isfinite()) for norm in norms.values()):
             norms = {}
-        return make_stacks(find_stacks(self.model, self._recorder), norms)
+        return make_stacks(self.model, find_stacks(self.model, self._recorder), norms)
 
     def close(self) -> None:
         """Removes the hooks. May be called twice."""
@@ -88,6 +88,16 @@ class StepRecorder:
         return hook
 
 
+def register_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Registers a hook for the parameter's gradient, before those of the loop: one may update the weights and free the gradient. Returns
+    what removes it."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: Any = parameter._post_accumulate_grad_hooks  # they are called in the order of their entry, and PyTorch has no `prepend` for them
+    for other in [number for number in hooks if number != handle.id]:
+        hooks[other] = hooks.pop(other)
+    return handle.remove
+
+
 class Hook:
     """A hook that does nothing in a copy of the model, and in one that is loaded: a loop may copy or save the model between two steps."""
 
@@ -111,4 +121,4 @@ def measure_batch(model: nn.Module, batch: Mapping[str, Any], gradients: Mapping
     with LayerRecorder(model, batch, tokens=TOKENS) as recorder:
         model(**batch)
     matrices = {name: gradient for name, gradient in gradients.items() if gradient.ndim >= 2}
-    return make_stacks(find_stacks(model, recorder), matrices)
+    return make_stacks(model, find_stacks(model, recorder), matrices)

@@ -63,7 +63,7 @@ class Watcher(AbstractContextManager["Watcher"]):
             raise ValueError(f"loss must be one number, got shape {list(loss.shape)}")
         if loss is not None:
             # A copy: the loop may change its tensor, and the next replay of a CUDA graph does.
-            self._losses.append(loss.detach().clone().reshape(()) if isinstance(loss, Tensor) else torch.tensor(float(loss)))
+            self._losses.append(loss.detach().clone().reshape(()) if isinstance(loss, Tensor) else torch.tensor(float(loss), device="cpu"))
         found = self._measure(self._recorder, scale) if self._recorder is not None else []
         self._step += 1
         self._prepare()

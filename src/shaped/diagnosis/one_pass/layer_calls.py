@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shaped.diagnosis.one_pass.attention_calls import CallWatcher, Logits
 from shaped.diagnosis.one_pass.quantities import count_dead_units, measure_attention, measure_tokens
-from shaped.diagnosis.one_pass.stack import Part, find_repeated_parts, find_tokens, list_prefixes
+from shaped.diagnosis.one_pass.stack import Part, choose_entering, find_repeated_parts, find_tokens, list_prefixes, list_tokens
 
 
 class LayerRecorder(AbstractContextManager["LayerRecorder"]):
@@ -33,7 +33,8 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         self._two_sided = {"encoder", "decoder"} <= {word for name in self._modules for word in name.split(".")}
         self._running: list[tuple[str, nn.Module, Tensor | None]] = []
         self._open: dict[str, Part] = {}
-        self._visited: set[tuple[str, type]] = set()
+        self._attended: set[tuple[str, type]] = set()
+        """Patterns of which a part has attended: what enters the first one is known."""
         self._activations: list[bool] = []
         self._number = 0
         self._real: Tensor | None = None
@@ -62,13 +63,14 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
     def _entry_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             with self._watcher.pause():
-                x = find_tokens((args, kwargs))
+                inputs = tuple(list_tokens((args, kwargs)))
+                x = inputs[0] if inputs else None
                 prefixes = [prefix for prefix in ("", *list_prefixes(name)) if prefix in self._repeated or not prefix]
                 for other in [other for other, part in self._open.items() if not part.called and other not in prefixes]:
                     self._end(other, x)
                 for prefix in prefixes:
                     if prefix not in self._open:
-                        self._begin(prefix, x, called=prefix == name)
+                        self._begin(prefix, inputs, called=prefix == name)
                 self._running.append((name, module, x))
                 self._activations.append(False)
 
@@ -85,21 +87,21 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
 
         return hook
 
-    def _begin(self, name: str, x: Tensor | None, called: bool) -> None:
+    def _begin(self, name: str, inputs: tuple[Tensor, ...], called: bool) -> None:
         part = Part(name, type(self._modules[name]), self._repeated.get(name, False), called)
-        if x is not None and part.pattern not in self._visited:
-            part.input = x.clone()  # the layer may change it in place
-        self._visited.add(part.pattern)
+        if part.pattern not in self._attended:
+            part.inputs = tuple(x.clone() for x in inputs)  # the layer may change them in place
         self._open[name] = part
 
     def _end(self, name: str, x: Tensor | None) -> None:
         part = self._open.pop(name)
         if part.calls:
-            if part.input is not None:
-                part.entering = self._measure(name, part.input)
+            self._attended.add(part.pattern)
+            if part.inputs:
+                part.entering = self._measure(name, choose_entering(part.inputs, x))
             if x is not None:
                 part.leaving = self._measure(name, x)
-        part.input = None
+        part.inputs = ()
         self.parts.append(part)
 
     def _measure(self, name: str, x: Tensor) -> Any:

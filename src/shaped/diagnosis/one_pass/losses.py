@@ -36,5 +36,5 @@ def choose_loss(output: Any, batch: Any, loss: Loss | None) -> tuple[Tensor, str
 
 def project(x: Tensor) -> Tensor:
     r"""$\sum_i r_i x_i / \sqrt{N}$ with standard normals r, the same ones for every model with this output's shape."""
-    r = torch.randn(x.shape, generator=torch.Generator().manual_seed(SEED)).to(x)
+    r = torch.randn(x.shape, generator=torch.Generator().manual_seed(SEED), device="cpu").to(x)
     return (r * x).sum() / x.numel() ** 0.5

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shaped.covariance import effective_rank
 from shaped.nn.attention import MASKED
-from shaped.nn.diagnostics import at_least_single, softmax_entropy, token_correlation
+from shaped.nn.diagnostics import at_least_single, measure_length, softmax_entropy, token_correlation
 
 NORMALISED = 0.01
 """By how much a length may differ from that of a normalised query or key: its rounding in bfloat16 is smaller. Lengths that nothing
@@ -97,7 +97,7 @@ def measure_attention(logits: Iterable[tuple[slice, Tensor]], real: Tensor | Non
 
     `bound` is what the logits cannot pass (`bound_logits`).
     """
-    entropy = uniform = largest = queries = torch.zeros(())
+    entropy = uniform = largest = queries = torch.zeros((), device="cpu")
     keys = 1
     for rows, block in logits:
         s = at_least_single(block)
@@ -146,9 +146,12 @@ def bound_share(logit: float, keys: int) -> float:
 def count_dead_units(function: Callable[[Tensor], Tensor], x: Tensor) -> DeadUnits:
     """How many features of x, [..., units], are dead: the function's derivative there is at most NO_DERIVATIVE for every token.
 
-    `function` acts on each entry alone, so the gradient of its sum is its derivative.
+    `function` acts on each entry alone, so the gradient of its sum is its derivative. Without a token no unit counts: an expert that the
+    router sends none is not known to be dead.
     """
     x = at_least_single(x.detach()).flatten(0, -2)
+    if not len(x):
+        return DeadUnits(0, 0)
     alive = torch.zeros(x.shape[-1], dtype=torch.bool, device=x.device)
     for rows in x.split(ROWS):
         # Hooks of its own: those of gradient checkpointing would count these tensors among the model's.
@@ -165,8 +168,8 @@ def keep(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gradient_length(gradient: Tensor) -> float:
-    """Its Euclidean norm. The square of a half-precision gradient would overflow."""
-    return float(torch.linalg.vector_norm(at_least_single(gradient.detach())))
+    """Its Euclidean norm, also where the squares leave the range of floats."""
+    return measure_length(gradient.detach())
 
 
 def mean_of_numbers(values: list[float]) -> float:

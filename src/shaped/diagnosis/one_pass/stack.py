@@ -25,8 +25,8 @@ class Part:
     """Is it an item of a list? Others are attributes that have a class in common with a sibling."""
     called: bool = False
     """Is it a module that is called itself? Else it ends where a module outside of it begins."""
-    input: Tensor | None = None
-    """The residual stream that enters: kept for the first part of a list, until it ends."""
+    inputs: tuple[Tensor, ...] = ()
+    """What may be the residual stream that enters: kept until the part ends, up to the first one of a list that attends."""
     entering: TokenQuantities = NO_TOKENS
     leaving: TokenQuantities = NO_TOKENS
     attention: dict[str, AttentionQuantities] = field(default_factory=dict)
@@ -94,11 +94,20 @@ def name_stacks(stacks: Mapping[tuple[str, type], list[Part]]) -> dict[str, list
 
 def find_tokens(given: Any) -> Tensor | None:
     """The first floating-point tensor with tokens and features among arguments or outputs, as [batch, m, n] or [m, batch, n]."""
+    return next(list_tokens(given), None)
+
+
+def list_tokens(given: Any) -> Iterator[Tensor]:
+    """All of them: a mask that is added to logits, or the angles of positions, may come before the tokens."""
     for value in iterate_values(given):
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2:
             x = value.detach()
-            return x[None] if x.ndim == 2 else x.flatten(1, -2)
-    return None
+            yield x[None] if x.ndim == 2 else x.flatten(1, -2)
+
+
+def choose_entering(inputs: tuple[Tensor, ...], leaving: Tensor | None) -> Tensor:
+    """A residual stream enters in the shape in which it leaves; where nothing does, as in a layer that merges tokens, the first input."""
+    return next((x for x in inputs if leaving is not None and x.shape == leaving.shape), inputs[0])
 
 
 def iterate_values(given: Any) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from shaped.diagnosis.page.charts import draw_curve, draw_gradients, draw_heads
 from shaped.diagnosis.page.style import STYLE
 from shaped.diagnosis.page.text import show_share
-from shaped.diagnosis.verdicts import NOTICES
+from shaped.diagnosis.verdicts import NOTICES, RULES
 from shaped.html.document import render_document
 from shaped.html.text import render_table, show, to_html
 
@@ -22,21 +22,6 @@ CURVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dead": ("Dead units", "share of the activations' units", {"within": (0.0, 1.0)}),
 }
 """Titles, what they mean, and options of the axis."""
-RULES = {
-    "rank collapse": "correlation",
-    "entropy collapse": "entropy",
-    "uniform attention": "entropy",
-    "bounded attention": "entropy",
-    "no gradients": "gradient",
-    "vanishing gradients": "gradient",
-    "exploding gradients": "gradient",
-    "growing residual stream": "length",
-    "shrinking residual stream": "length",
-    "dead units": "dead",
-}
-"""The curve on which each verdict is seen."""
-DIRECT = ("rank collapse", "dead units")
-"""Verdicts whose threshold is a value of their curve."""
 
 
 def render_page(content: dict[str, Any]) -> str:
@@ -99,10 +84,11 @@ def render_stack(stack: str, content: dict[str, Any]) -> str:
     curves, bands = content["stacks"][stack]["curves"], content["stacks"][stack]["bands"]
     layers = [row for row in content["layers"] if row["stack"] == stack]
     flags: dict[str, list[int]] = {}
-    limits = {RULES[one["name"]]: one["threshold"] for one in content["findings"] if one["name"] in DIRECT and one["stack"] == stack}
+    found = [(RULES[one["name"]], one["threshold"]) for one in content["findings"] if one["stack"] == stack]
+    limits = {rule.curve: threshold for rule, threshold in found if rule.is_on_curve}
     for verdict in content["verdicts"]:
-        if verdict["stack"] == stack and verdict["name"] in RULES:
-            flags.setdefault(RULES[verdict["name"]], []).extend(row["layer"] for row in layers if row["name"] in verdict["layers"])
+        if verdict["stack"] == stack:
+            flags.setdefault(RULES[verdict["name"]].curve, []).extend(row["layer"] for row in layers if row["name"] in verdict["layers"])
     charts = []
     for name, (title, about, options) in CURVES.items():
         if any(value is not None for value in curves[name]):
@@ -130,7 +116,7 @@ def format_cell(name: str, value: float | None) -> str:
 
 def format_rule(name: str, value: float | None) -> str:
     """Correlations and shares of the entropy may be close to 1."""
-    return show_share(value) if RULES.get(name) in ("correlation", "entropy") else show(value)
+    return show_share(value) if RULES[name].curve in ("correlation", "entropy") else show(value)
 
 
 def list_heads(layers: list[dict[str, Any]]) -> tuple[list[list[float | None]], list[list[float | None]]]:

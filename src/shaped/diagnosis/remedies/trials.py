@@ -16,27 +16,13 @@ from shaped.diagnosis.observation import Observation, observe
 from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.remedies.table import REMEDIES, Remedy, Variant
-from shaped.diagnosis.verdicts import Finding, judge, measure_risk
+from shaped.diagnosis.verdicts import RULES, Finding, judge, measure_risk
 from shaped.engine.progress import progress_bar
 from shaped.process import quote_error
 
 PASSES = 12
 """Forward and backward passes at most."""
 NEARER = 0.3  # decades, a factor of 2
-QUANTITIES = {
-    "rank collapse": "correlation behind the last layer",
-    "entropy collapse": "smallest share of the uniform entropy",
-    "uniform attention": "largest share of the uniform entropy",
-    "bounded attention": "largest share that one key can get",
-    "no gradients": "largest gradient",
-    "vanishing gradients": "largest over smallest gradient",
-    "exploding gradients": "largest over smallest gradient",
-    "growing residual stream": "growth of the stream",
-    "shrinking residual stream": "growth of the stream",
-    "dead units": "share of dead units",
-    "non-finite values": "the loss",
-}
-"""What the value of each verdict is. Rules of one quantity are one rule: gradients that vanished may explode after a change."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +155,7 @@ def compare(
 ) -> tuple[Trial, float]:
     """The trial, and how many decades the value is still beyond its threshold."""
     after, removed, decades = math.nan, False, math.inf
-    had = {(one.stack, QUANTITIES[one.name]) for one in before if one.at_risk}
+    had = {(one.stack, RULES[one.name].quantity) for one in before if one.at_risk}
     has = [one for one in found.findings if one.at_risk]
     if found.observation is not None:
         same = find_same(finding, found.findings)
@@ -181,12 +167,12 @@ def compare(
         stack=finding.stack,
         remedy=variant.name if found.observation is not None else remedy.name,
         reason=remedy.reason,
-        quantity=QUANTITIES[finding.name],
+        quantity=RULES[finding.name].quantity,
         before=finding.value,
         after=after,
         removed=removed,
         gain=finding.decades - decades if found.observation is not None else 0.0,
-        appeared=tuple(dict.fromkeys(one.name for one in has if (one.stack, QUANTITIES[one.name]) not in had)),
+        appeared=tuple(dict.fromkeys(one.name for one in has if (one.stack, RULES[one.name].quantity) not in had)),
         risk=measure_risk(found.findings) if found.observation is not None else math.nan,
         code=variant.hf_code if uses_hf and variant.hf_code else variant.code,
         problem=found.problem,
@@ -196,7 +182,7 @@ def compare(
 
 def find_same(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
     """What the same rule found."""
-    return next((one for one in findings if one.stack == finding.stack and QUANTITIES[one.name] == QUANTITIES[finding.name]), None)
+    return next((one for one in findings if one.stack == finding.stack and RULES[one.name].quantity == RULES[finding.name].quantity), None)
 
 
 def read_silent_value(finding: Finding, observation: Observation) -> float:
@@ -218,10 +204,10 @@ def takes_hf_shape(model: nn.Module) -> bool:
     transformers = sys.modules.get("transformers")  # a model of it has loaded it
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return False
-    from shaped.hf.attention import bypasses_interface, is_cross_attention, uses_interface
+    from shaped.hf.attention import bypasses_interface, find_other_softmax, is_cross_attention, uses_interface
     from shaped.hf.configuration import ShapedConfig
 
     parts = list(model.modules())
-    own = any(bypasses_interface(type(part)) for part in parts)
+    own = any(bypasses_interface(type(part)) or (uses_interface(type(part)) and find_other_softmax(part)) for part in parts)
     attends = any(uses_interface(type(part)) and not is_cross_attention(part) for part in parts)
     return attends and not own and not isinstance(model.config, ShapedConfig)
