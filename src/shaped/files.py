@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -165,6 +165,35 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     """The JSON objects, a line each, with a whole number "step", up to the first that is none: a killed run may have cut off the last."""
     lines, wrong = read_json_lines(path, lambda text: check_entries("it", parse_json("it", text), step=int))
     return lines[: min(wrong) - 1] if wrong else lines
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """JSON objects, a line each, in place of what the file had."""
+    content = _format_lines(lines)
+    write_atomically(path, lambda file: file.write(content))
+
+
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """All of them or none, in one write: another process may read the file.
+
+    A device that is full takes only a part, without an error. What was written of it is then taken back, so that later lines are whole.
+    """
+    content = _format_lines(lines)
+    with open(path, "ab", buffering=0) as file:
+        end = os.fstat(file.fileno()).st_size
+        try:
+            written = file.write(content)
+            while written < len(content):  # the next write says why
+                written += file.write(content[written:])
+        except BaseException as error:
+            file.truncate(end)
+            if isinstance(error, OSError):
+                error.filename = str(path)  # a write does not know it
+            raise
+
+
+def _format_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
 
 
 def replace_non_finite(value: Any) -> Any:

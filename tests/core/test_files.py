@@ -2,12 +2,13 @@
 
 import math
 import os
+import resource
 import stat
 from pathlib import Path
 
 import pytest
 
-from shaped.files import read_json_lines, read_steps, replace_non_finite, set_usual_mode, write_atomically
+from shaped.files import append_lines, read_json_lines, read_steps, replace_non_finite, set_usual_mode, write_atomically
 
 
 def test_files_have_the_usual_mode_and_the_umask_is_never_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -55,6 +56,21 @@ def test_json_lines_end_at_the_first_that_cannot_be_read(tmp_path: Path):
     lines, wrong = read_json_lines(path, lambda text: {"number": int(text)})
     assert lines == [{"number": 1}, {"number": 3}]
     assert list(wrong) == [2]
+
+
+def test_a_line_that_the_disk_has_no_room_for_leaves_nothing(tmp_path: Path):
+    """A full disk takes a part of it. The next line had been glued to that part."""
+    path = tmp_path / "rows.jsonl"
+    append_lines(path, [{"step": 0}])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))  # Python ignores the signal of this limit
+    try:
+        with pytest.raises(OSError, match=r"too large.*rows\.jsonl"):
+            append_lines(path, [{"step": 1}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    append_lines(path, [{"step": 2}, {"step": 3}])
+    assert path.read_text() == '{"step": 0}\n{"step": 2}\n{"step": 3}\n'
 
 
 def test_numbers_that_json_lacks_become_none():

@@ -1,5 +1,7 @@
 """What `solve` and `propagate` make of their arguments: steps, times, checks and refusals. Small runs, exact numbers."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,39 @@ from shaped.limit import default_steps
 
 LINEAR = shaped.ShapedPerceptron(0.0, 0.0)  # noise of scale 1, no drift
 V0 = shaped.equicorrelated(4, 0.2)
+
+
+def run_everything(V: torch.Tensor) -> list[torch.Tensor]:
+    attention = shaped.ShapedAttention(0.5, heads=2, project=True, mask="causal", rope=10.0)
+    weights = shaped.Weights(0.3, 0.1)
+    branch = shaped.AttentionBranch(
+        2, 4, weights, weights, weights, weights, mask=shaped.alibi(4, 2), qk_norm=shaped.Norm("layer"), rope=10.0
+    )
+    blocks = attention >> shaped.ShapedFeedForward(0.5), shaped.ResidualBlock(branch, norm=shaped.Norm("rms"))
+    found = [attention.entropy(V[None], n=8, seed=0)]
+    limit = shaped.solve(blocks[0], V, T=0.5, steps=2, samples=64, seed=0, dtype=torch.float32, check=True)
+    for block in blocks:
+        network = shaped.propagate(block, V, n=8, d=4, samples=4, seed=0, dtype=torch.float32)
+        gradients = shaped.backpropagate(
+            block, V, n=8, d=4, outputs=1, loss=lambda x: x.square().sum((-2, -1)), samples=4, seed=0, dtype=torch.float32
+        )
+        found += [network.V, network.t, network.stopped, gradients.tokens, gradients.t, *gradients.weights.values()]
+        assert shaped.compare(limit, network, resamples=20).ks
+    return [*found, limit.V, limit.stopped]
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [torch.no_grad, torch.inference_mode, lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "default device", "autocast"],
+)
+def test_what_the_caller_has_switched_on_changes_no_number(surroundings: Any):
+    """Autocast had rounded float32 to bfloat16, backpropagate had blamed the layer where gradients are off, and a default device failed."""
+    expected = run_everything(V0)
+    with surroundings():
+        found = run_everything(V0.clone())
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert {x.device.type for x in found} == {"cpu"}
 
 
 @pytest.mark.parametrize(("m", "steps"), [(4, 5), (99, 10), (199, 20)])

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def start(settings: Settings, **environment: str) -> BaseProcess:
     process = FORKSERVER.Process(target=_run, args=(settings, environment))
     process.start()
     return process
+
+
+def wait_for(path: Path, process: BaseProcess) -> None:
+    """Until the process has made it. A process that ends before fails the test: without it the test's own command would train for hours."""
+    patience = time.monotonic() + 60
+    while not path.exists():
+        assert process.exitcode is None, f"it ended with status {process.exitcode} before {path.name} was there"
+        assert time.monotonic() < patience, f"{path.name} is not there after a minute"
+        time.sleep(0.01)
 
 
 def _run(settings: Settings, environment: dict[str, str]) -> None:

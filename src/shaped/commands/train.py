@@ -15,7 +15,7 @@ import typer
 from shaped.checks import parse_whole_numbers
 from shaped.commands.console import Lines, print_error
 from shaped.commands.options import PLACE, show_choices
-from shaped.process import suggest_install
+from shaped.process import INTERRUPTED, suggest_install
 from shaped.train.run.options import TOPICS
 from shaped.train.run.settings import DEFAULTS, HINTS, PRESETS, Settings
 
@@ -44,7 +44,11 @@ def prepare(
 
     options: dict[str, Any] = {"vocab": vocab, "length": length, "valid_share": valid_share, "cased": cased, "tokens": tokens}
     lines = Lines()
-    made = prepare_data(text, out, valid=valid, progress=is_terminal(), log=print_error, **options)
+    try:
+        made = prepare_data(text, out, valid=valid, progress=is_terminal(), log=print_error, **options)
+    except KeyboardInterrupt:  # arrays may be half-written: data.json, which is written last, makes the folder a whole one
+        print_error("shaped: interrupted; the same command goes on from there")
+        sys.exit(INTERRUPTED)
     for part in ("train", "valid"):
         about = made.facts[part]
         cut = ", stopped at the limit: the rest is left out" if about["stopped_at_limit"] else ""

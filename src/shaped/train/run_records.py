@@ -51,7 +51,10 @@ class RunRecord:
 
 
 def read_runs(places: Iterable[Path]) -> list[RunRecord]:
-    """The runs in these folders, at any depth, and in these files. Equal names get their place's name as a prefix."""
+    """The runs in these folders, at any depth, and in these files. Equal names get their place's name as a prefix.
+
+    Of a run that has been finished in one of them, an unfinished record in another is left out.
+    """
     found: list[tuple[str, RunRecord]] = []
     for place in places:
         if not place.exists():
@@ -65,12 +68,25 @@ def read_runs(places: Iterable[Path]) -> list[RunRecord]:
                 inside = folder.resolve() if folder == place else folder.relative_to(place)
                 run = read_folder(folder)
                 found.append((place.resolve().name, replace(run, name=inside.name if folder == place else inside.as_posix())))
+    found = _leave_out_begun(found)
     counts = Counter(run.name for _, run in found)
     named = [replace(run, name=f"{place}/{run.name}") if counts[run.name] > 1 else run for place, run in found]
     for name, count in Counter(run.name for run in named).items():
         if count > 1:
             raise ValueError(f"runs must be told apart by their names, got {name} {count} times")
     return named
+
+
+def _leave_out_begun(found: list[tuple[str, RunRecord]]) -> list[tuple[str, RunRecord]]:
+    """Without the records of runs that were unfinished in one place and are finished in another, as when a study went on elsewhere."""
+    finished = {run.name: run for _, run in found if run.result is not None}
+
+    def is_begun(run: RunRecord) -> bool:
+        other = finished.get(run.name) if run.result is None and not run.why else None
+        # Older records lack settings that came later.
+        return other is not None and all(run.settings[key] == other.settings[key] for key in run.settings.keys() & other.settings.keys())
+
+    return [(place, run) for place, run in found if not is_begun(run)]
 
 
 def read_folder(folder: Path, planned: Settings | None = None) -> RunRecord:

@@ -18,7 +18,7 @@ from shaped.train.data import prepare as data
 from shaped.train.data.prepared import load_data
 from shaped.train.data.tokenizer import load_tokenizer
 from shaped.train.folder_lock import Busy, folder_lock
-from train.conftest import LENGTH, documents
+from train.conftest import LENGTH, documents, status
 from train.data.preparation import HOW, HOW_ELSE
 
 
@@ -111,6 +111,23 @@ def test_an_interrupted_preparation_goes_on(text: Path, prepared: Path, tmp_path
     data.prepare([str(text)], tmp_path, **HOW)
     assert len(calls) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.json", "request.json", "tokenizer", "train.bin", "valid.bin"]
+
+
+def test_the_command_says_that_it_goes_on(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Its array is half-written after Ctrl-C, so it must not say that no file is."""
+
+    def interrupt(*rest):
+        raise KeyboardInterrupt
+
+    flat, out = packing._tokenise, tmp_path / "out"
+    command = ("data", "prepare", "--text", str(text), "--out", str(out), "--vocab", "100", "--length", str(LENGTH))
+    monkeypatch.setattr(packing, "_tokenise", interrupt)
+    assert status(monkeypatch, *command) == 130
+    assert capsys.readouterr().err == "shaped: interrupted; the same command goes on from there\n"
+    assert (out / "request.json").exists()
+    monkeypatch.setattr(packing, "_tokenise", flat)
+    assert status(monkeypatch, *command) == 0
+    assert (out / "data.json").exists()
 
 
 def test_what_a_killed_run_wrote_but_did_not_record_is_cut_off(text: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from refusals import refused
@@ -108,6 +109,25 @@ def test_a_test_loss_computes_no_gradients(causal: Settings, monkeypatch: pytest
         expected = run.stepper.loss(*(tensor[0] for tensor in run.test.chunk(0, 1))).item()
     assert run.evaluate(1) == expected
     assert wanted == [True, False]
+
+
+def test_a_test_loss_is_the_mean_over_labels(causal: Settings, text: Path, tmp_path: Path):
+    """Rows are shorter than documents, so that batches have different numbers of borders: a mean of their means is another number."""
+    data.prepare([str(text)], tmp_path / "data", vocab=80, length=LENGTH // 3, valid_share=0.1, progress=False)
+    short = replace(causal, data=tmp_path / "data", steps=20, warmup=1, batch=4, borders="respect")
+    run = Run(short, 0, 1, lambda line: None, False, StepperCache())
+    run.finish()
+    chunk, losses = run.test.chunk(0, run.test.steps_an_epoch), list[float]()
+    with torch.no_grad():
+        for tokens, labels, _, positions in zip(*chunk, strict=True):
+            logits = run.model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+            losses += cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")[
+                labels.flatten() >= 0
+            ].tolist()
+    assert len(chunk[2].unique()) > 1
+    assert run.evaluate() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    means = [sum(part) / len(part) for part in torch.tensor(losses).split(chunk[2].int().tolist())]
+    assert abs(float(sum(means)) / len(means) - sum(losses) / len(losses)) > 1e-5
 
 
 def test_bits_a_byte_are_left_out_where_they_are_not_known(causal: Settings, tmp_path: Path):

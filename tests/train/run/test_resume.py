@@ -8,7 +8,6 @@ import resource
 import runpy
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +32,7 @@ from shaped.train.run.settings import Settings
 from shaped.train.run.stopping import Stopped
 from shaped.train.step.stepper_cache import StepperCache
 from train.conftest import status
-from train.runs import command, curve, quiet, start, weights
+from train.runs import command, curve, quiet, start, wait_for, weights
 
 
 def test_killed_and_resumed_is_bit_exact(tiny: Settings, tmp_path: Path):
@@ -41,9 +40,7 @@ def test_killed_and_resumed_is_bit_exact(tiny: Settings, tmp_path: Path):
     killed = replace(tiny, out=tmp_path / "killed")
     quiet(tiny)
     process, said = start(killed), list[str]()
-    patience = time.monotonic() + 60
-    while not (killed.out / "checkpoints" / "step-00000040").exists() and time.monotonic() < patience:
-        time.sleep(0.01)
+    wait_for(killed.out / "checkpoints" / "step-00000040", process)
     process.kill()
     process.join()
     assert not (killed.out / "result.json").exists(), "it was too late to kill it"
@@ -202,9 +199,7 @@ def test_a_second_run_in_a_folder_is_refused(tiny: Settings, monkeypatch: pytest
     long = replace(tiny, steps=100_000)
     first = start(long)
     try:
-        patience = time.monotonic() + 60
-        while not (long.out / "checkpoints").exists() and time.monotonic() < patience:
-            time.sleep(0.01)
+        wait_for(long.out / "checkpoints", first)
         assert status(monkeypatch, *command(long)[2:]) == 2
         said = capsys.readouterr().err
         assert said == f"shaped: out must be a folder in which no other process works, got {long.out}, where one does\n"

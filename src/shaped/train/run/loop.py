@@ -171,19 +171,22 @@ class Run:
         return self.config.chunk if self._world > 1 else max(1, min(self.config.chunk, int(PATIENCE / self._pace)))
 
     def evaluate(self, rows: int | None = None) -> float:
-        """The mean loss over the test text, or its first rows, in the same batches for every run. An incomplete last batch is left out."""
+        """The mean loss of a label of the test text, or of its first rows, in the same batches for every run. An incomplete last batch is
+        left out."""
         count = self.test.steps_an_epoch
         if rows is not None:
             count = max(1, min(count, rows // self.settings.batch))
-        total = torch.zeros((), device=self.config.device)
+        total, weights = (torch.zeros((), device=self.config.device) for _ in range(2))
         for first in range(0, count, self.config.chunk):
             chunk = self.test.chunk(first, min(self.config.chunk, count - first))
             for batch in zip(*chunk, strict=True):
                 # Without gradients, unless the loss is compiled: it would be compiled again.
                 with self.stepper.forward_context(), torch.set_grad_enabled(self.config.compile != "off"):
-                    total += self.stepper.loss(*batch).detach()
+                    weight = self.objective.weigh(batch)
+                    total += weight * self.stepper.loss(*batch).detach()
+                    weights += weight
         average(total)
-        return float(total) / count
+        return float(total) / float(weights)
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:

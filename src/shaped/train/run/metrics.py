@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shaped.files import check_entries, parse_json, read_json_lines, replace_non_finite, write_atomically
+from shaped.files import append_lines, check_entries, parse_json, read_json_lines, replace_non_finite, write_lines
 from shaped.process import suggest_install
 
 LINES: dict[str, dict[str, Any]] = {
@@ -36,12 +36,11 @@ class Metrics:
         elif len(kept) < expected:
             log(f"{self.path} has {len(kept)} of the {expected} lines that were written up to step {step}: the others are lost")
         self.count = len(kept)
-        write_atomically(self.path, lambda file: file.write("".join(_seal(line) for line in kept).encode()))
+        write_lines(self.path, map(_seal, kept))
         self._writer = _open_writer(folder / "tensorboard", step, log) if tensorboard else None
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        with open(self.path, "ab", buffering=0) as file:  # in one write: another process may read the file
-            file.write(_seal({"step": step, "kind": kind} | replace_non_finite(values)).encode())
+        append_lines(self.path, [_seal({"step": step, "kind": kind} | replace_non_finite(values))])
         self.count += 1
         if self._writer is not None:
             for name, value in values.items():
@@ -90,8 +89,8 @@ def _checksum(line: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(line).encode()):08x}"
 
 
-def _seal(line: dict[str, Any]) -> str:
-    return json.dumps(line | {CHECKSUM: _checksum(line)}) + "\n"
+def _seal(line: dict[str, Any]) -> dict[str, Any]:
+    return line | {CHECKSUM: _checksum(line)}
 
 
 def _open_writer(folder: Path, step: int, log: Callable[[str], object]) -> Any:

@@ -31,6 +31,8 @@ class Objective:
     follows from it."""
     inputs: Callable[[tuple[Tensor, ...]], dict[str, Any]]
     """The model's arguments for a batch beside its tokens, to observe the layers."""
+    weigh: Callable[[tuple[Tensor, ...]], Tensor | float] = lambda batch: 1.0
+    """How much a batch counts in the mean loss over a text, the same in every process: all alike where they have as many labels."""
 
 
 @dataclass(frozen=True)

@@ -55,4 +55,12 @@ def select_inputs(batch: tuple[Tensor, ...]) -> dict[str, Any]:
     return {"logits_to_keep": 1, "use_cache": False} | ({"position_ids": positions[0]} if positions else {})
 
 
-OBJECTIVE = Objective(model=ShapedForCausalLM, batches=make_batches, loss=CausalLoss, metrics=compute_metrics, inputs=select_inputs)
+def weigh(batch: tuple[Tensor, ...]) -> Tensor | float:
+    """By its labels, whose number differs between batches where the first tokens of documents have none."""
+    _, _, count, *positions = batch
+    return count if positions else 1.0
+
+
+OBJECTIVE = Objective(
+    model=ShapedForCausalLM, batches=make_batches, loss=CausalLoss, metrics=compute_metrics, inputs=select_inputs, weigh=weigh
+)
