@@ -36,6 +36,14 @@ def test_a_trained_slope_of_half_precision_tokens():
         assert found.tolist() == [-0.5, float(slopes[1])]
 
 
+def test_a_trained_slope_stays_on_its_device_whatever_the_default_one_is():
+    """As within torch.device("cuda:0") with a model on another GPU."""
+    slope = torch.tensor([0.3], dtype=torch.float64)
+    with torch.device("meta"):
+        found = shaped_relu(X, slope)
+    assert torch.equal(found, shaped_relu(X, slope))
+
+
 def test_he_constant_keeps_the_variance():
     assert he_constant(0.3, 0.7) == pytest.approx(2 / (0.09 + 0.49), rel=1e-15)
     assert he_constant(0.0) == he_constant(1.0, 0.0) == 2.0

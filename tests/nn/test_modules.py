@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -111,6 +112,12 @@ def test_a_hundred_layers_keep_their_tokens_apart():
     # slopes 1 and 1 - 1/sqrt(n) push rho up faster than the limit says, by about 1/sqrt(n) of their drift (docs/finite.md)
     error = expected.std().item() * math.hypot(networks**-0.5, samples**-0.5)
     assert abs(found.mean().item() - expected.mean().item()) < Z * error + 0.02
+
+
+def test_what_schedules_leave_of_the_shaping():
+    assert [schedule.share(step) for schedule in (Fixed(), Learn()) for step in (0, 9000)] == 4 * [1.0]
+    assert [Recover(4).share(step) for step in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert Recover().share(2000) == 0.5  # the paper's 4000 steps
 
 
 @pytest.mark.parametrize("schedule", [Recover(5), Learn()])
@@ -308,6 +315,17 @@ def block(**gammas):
     return ShapedTransformerBlock(ShapedSelfAttention(8, 2), ShapedFeedForwardBlock(8), **gammas)
 
 
+def test_sizes_may_be_of_numpy_s_small_integers():
+    """Four times 64 is 0 in 8 bits."""
+    small: Any = np.int8(64)
+    block = ShapedFeedForwardBlock(small)
+    assert [tuple(weights.shape) for weights in block.parameters()] == [(256, 64), (64, 256)]
+    encoder: Any = ShapedEncoder(np.int8(2), small, np.int8(8), gamma=np.float32(0.5))  # pyright: ignore[reportArgumentType]
+    assert encoder.blocks[1].start["gamma_attention"] == 0.5
+    assert encoder.blocks[1].attention.heads == 8
+    assert [type(part) for part in (encoder.blocks[0].attention.heads, encoder.blocks[0].start["gamma_attention"])] == [int, float]
+
+
 def test_gains_have_names():
     encoder = ShapedEncoder(2, 8, 2, gamma=0.5, schedule=Learn())
     parameters = dict(encoder.named_parameters())
@@ -369,6 +387,10 @@ def test_a_model_from_the_meta_device_starts_like_any_other():
         (lambda: block(gamma=0.5, gamma_feedforward="x"), ["gamma_feedforward", "number", "x"]),
         (lambda: block(gamma=0.5, gamma_feedforward=2.0), ["gamma_feedforward", "2.0"]),
         (lambda: block(gamma="x", gamma_feedforward=0.5), ["gamma must", "x"]),
+        (lambda: ShapedSelfAttention(8, 2, causal="no"), ["causal", "True or False", "no"]),  # pyright: ignore
+        (lambda: ShapedEncoder(1, 8, 2, gamma=0.5, qk_norm="no"), ["qk_norm", "True or False", "no"]),  # pyright: ignore
+        (lambda: ShapedEncoder(1, 8, 2, gamma=0.5, train_gains="no"), ["train_gains", "True or False", "no"]),  # pyright: ignore
+        (lambda: ShapedFeedForwardBlock(8, shaped="no"), ["shaped", "True or False", "no"]),  # pyright: ignore
     ],
 )
 def test_wrong_input_is_named(call, words):

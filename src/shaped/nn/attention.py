@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from shaped.checks import SINGLE, finite, in_range
+from shaped.checks import SINGLE, finite, in_range, quote
 from shaped.kernels import attention_correction
 from shaped.kernels.attention_correction import Gain
 from shaped.kernels.availability import is_exporting
@@ -207,7 +207,7 @@ def _is_zero(gamma: Gain) -> bool:
 def check_tensors(optional: bool = False, **tensors: object) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and not (optional and x is None):
-            raise ValueError(f"{name} must be a tensor, got {x!r}")
+            raise ValueError(f"{name} must be a tensor, got {quote(x)}")
 
 
 def check_arguments(

@@ -30,7 +30,9 @@ class AttentionInputs:
         """The first sequences of the batch, all of them for None."""
         if sequences is None:
             return self
-        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[:sequences]
+        mask = self.mask
+        if mask is not None and mask.ndim == self.q.ndim and mask.shape[0] > 1:  # one of fewer dimensions is the same for all sequences
+            mask = mask[:sequences]
         return AttentionInputs(self.q[:sequences], self.k[:sequences], self.scale, mask, self.is_causal)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import HUGE, in_range, whole_number
+from shaped.checks import HUGE, check_bool, in_range, quote, whole_number
 from shaped.nn.activations import C_MINUS, ShapedActivation
 from shaped.nn.modules import DEEPEST, Attend, ShapedFeedForwardBlock, ShapedSelfAttention, Tokens, add_gain, has_gains
 from shaped.nn.norms import MakeNorm
@@ -44,7 +44,8 @@ class ShapedTransformerBlock(nn.Module):
         super().__init__()
         self.attention, self.feedforward = attention, feedforward
         self.start = {}
-        in_range("gamma", gamma, 0.0, 1.0)
+        gamma = in_range("gamma", gamma, 0.0, 1.0)
+        check_bool("train_gains", train_gains)
         feedforward_gain = gamma if gamma_feedforward is None else in_range("gamma_feedforward", gamma_feedforward, 0.0, 1.0)
         for branch, given in (("attention", gamma), ("feedforward", feedforward_gain)):
             self.start |= {f"lam_{branch}": math.sqrt(1.0 - given**2), f"gamma_{branch}": given}
@@ -89,7 +90,7 @@ class NormBlock(nn.Module):
     ):
         super().__init__()
         if place not in ("pre", "post"):
-            raise ValueError(f"place must be 'pre' or 'post', got {place!r}")
+            raise ValueError(f"place must be 'pre' or 'post', got {quote(place)}")
         self.attention, self.feedforward, self.place = attention, feedforward, place
         self.norm_attention, self.norm_feedforward = (norm(attention.query.in_features) for _ in range(2))
 
@@ -143,7 +144,7 @@ class ShapedEncoder(nn.Module):
         qk_gain: bool = False,
     ):
         super().__init__()
-        whole_number("depth", depth, most=DEEPEST)
+        depth = whole_number("depth", depth, most=DEEPEST)
         self.schedule = check_schedule(schedule)
 
         def block() -> ShapedTransformerBlock:

@@ -6,6 +6,7 @@ To add one: write a function here and put `@quantity(name, unit, source)` above 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -86,7 +87,14 @@ def mean_correlation(x: Tensor, real: Tensor | None = None) -> Tensor:
 @quantity("gradient_norm", "", Source.GRADIENTS)
 def gradient_norm(gradients: Iterable[Tensor]) -> float:
     """Euclidean norm of all gradients together."""
-    return sum(float(at_least_single(gradient).square().sum()) for gradient in gradients) ** 0.5
+    return math.hypot(*(measure_length(gradient) for gradient in gradients))
+
+
+def measure_length(x: Tensor) -> float:
+    """Euclidean norm, in units of the largest entry: the squares of gradients that vanish leave the range of floats."""
+    x = at_least_single(x)
+    largest = float(x.abs().amax()) if x.numel() else 0.0
+    return largest * float((x / largest).square().sum().sqrt()) if 0.0 < largest < math.inf else largest
 
 
 GAINS = ("lam_attention", "gamma_attention", "lam_feedforward", "gamma_feedforward", "gamma1", "gamma2", "slope")
@@ -175,6 +183,8 @@ def token_correlation(x: Tensor, real: Tensor | None = None) -> Tensor:
     if real.shape != x.shape[:-1]:
         raise ValueError(f"real must be [..., tokens] = {list(x.shape[:-1])}, got shape {list(real.shape)}")
     x, real = at_least_single(x), real != 0
+    # First in units of the largest entry: the squares of a stream that vanishes or explodes leave the range of floats.
+    x = x / x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     directions = torch.nn.functional.normalize(x, dim=-1) * real[..., None]
     m = real.to(x.dtype).sum(-1)
     own = directions.square().sum((-1, -2))

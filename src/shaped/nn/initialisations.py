@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from shaped.nn.modules import ShapedFeedForwardBlock, ShapedSelfAttention, init_normal
 
@@ -45,7 +48,7 @@ def reset_parameters(model: nn.Module) -> None:
     """Draws all weights of a model again, in place, with PyTorch's global random numbers, as the constructors of its modules draw them.
 
     A matrix of `shaped.nn` has its own variance; that of its class, `nn.Linear`, is another. Gains get their initial values. Elsewhere
-    each module with weights must have `reset_parameters`, and a model of transformers its `init_weights`.
+    each module with weights must have `reset_parameters`, which draws all of them, and a model of transformers its `init_weights`.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model must have its weights in memory, by model.to_empty(device=…), got parameters on the meta device")
@@ -67,13 +70,41 @@ def reset_parts(name: str, module: Any) -> None:
 
 def reset_own(name: str, module: nn.Module) -> None:
     """The weights of the module itself."""
-    if isinstance(module, nn.Linear | nn.Embedding) and "std" in module.__dict__:  # a layer of `shaped.nn` keeps its own
-        nn.init.normal_(module.weight, std=module.__dict__["std"])
-        return
-    for method in RESETS:
-        if callable(getattr(module, method, None)):
-            getattr(module, method)()
-            return
-    if next(module.parameters(recurse=False), None) is not None:
+    draw = find_drawing(module)
+    left = list(dict(module.named_parameters(recurse=False))) if draw is None else draw_own(module, draw)
+    if left:
         place = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        raise ValueError(f"model must have reset_parameters in every module with weights to be drawn again, got none in {place}")
+        lack = "got none" if draw is None else f"got one that leaves {left[0]} as it was"
+        raise ValueError(f"model must have reset_parameters in every module with weights to be drawn again, {lack} in {place}")
+
+
+def find_drawing(module: nn.Module) -> Callable[[], object] | None:
+    """What draws the weights of the module itself, as its constructor does."""
+    if isinstance(module, nn.Linear | nn.Embedding) and "std" in module.__dict__:  # a layer of `shaped.nn` keeps its own
+        return partial(nn.init.normal_, module.weight, std=module.__dict__["std"])
+    return next((method for name in RESETS if callable(method := getattr(module, name, None))), None)
+
+
+def draw_own(module: nn.Module, draw: Callable[[], object]) -> list[str]:
+    """Draws, and returns the names of the weights that were left as they were, such as those of a norm of another weight, or an adapter's.
+
+    They are not a number before, so that what is still none afterwards was left. Those that a part has too were drawn there.
+    """
+    of_parts = {id(weight) for part in module.children() for weight in part.parameters()}
+    own = {name: weight for name, weight in module.named_parameters(recurse=False) if id(weight) not in of_parts and is_plain(weight)}
+    before = {name: weight.clone() for name, weight in own.items()}
+    left = list(own)
+    for weight in own.values():
+        weight.fill_(torch.nan)
+    try:
+        draw()
+        left = [name for name, weight in own.items() if weight.isnan().any()]
+    finally:
+        for name in left:
+            own[name].copy_(before[name])
+    return left
+
+
+def is_plain(weight: nn.Parameter) -> bool:
+    """Has it entries, in a dtype that has nan?"""
+    return not isinstance(weight, UninitializedParameter) and weight.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import SINGLE, finite, in_range, positive, whole_number
+from shaped.checks import SINGLE, check_bool, finite, in_range, positive, whole_number
 from shaped.kernels import long_attention, short_attention
 from shaped.nn.activations import C_MINUS, ShapedActivation, ShapedReLU, check_activation
 from shaped.nn.functional import RMS_EPS, rms_norm, shaped_attention
@@ -135,13 +135,14 @@ class ShapedSelfAttention(nn.Module):
         qk_gain: bool = False,
     ):
         super().__init__()
-        whole_number("width", width)
-        if whole_number("heads", heads) and width % heads:
+        width, heads = whole_number("width", width), whole_number("heads", heads)
+        if width % heads:
             raise ValueError(f"heads must divide the width, {width}, got {heads}")
-        if tau0 is not None:
-            positive("tau0", tau0, SINGLE)
+        tau0 = None if tau0 is None else positive("tau0", tau0, SINGLE)
+        for name, value in {"causal": causal, "fold": fold, "shaped": shaped, "qk_norm": qk_norm, "qk_gain": qk_gain}.items():
+            check_bool(name, value)
         check_qk_gain(qk_norm, qk_gain)
-        in_range("dropout", dropout, 0.0, 1.0)
+        dropout = in_range("dropout", dropout, 0.0, 1.0)
         key_width = width // heads if key_width is None else whole_number("key_width", key_width)
         self.heads, self.is_causal, self.dropout = heads, causal, dropout
         extra = (1.0 if tau0 is None else tau0) * math.sqrt(width) if shaped or (qk_norm and tau0 is not None) else 1.0
@@ -239,13 +240,14 @@ class ShapedFeedForwardBlock(Shapeable):
         activation: ShapedActivation | None = None,
     ):
         super().__init__()
-        self.width = whole_number("width", width)
+        self.width = width = whole_number("width", width)
         hidden = 4 * width if hidden is None else whole_number("hidden", hidden)
-        finite("c_minus", c_minus, SINGLE)
+        c_minus = finite("c_minus", c_minus, SINGLE)
         if activation is not None and c_minus != C_MINUS:
             raise ValueError(f"c_minus must be {C_MINUS}, its default, beside an activation, which has a shape of its own, got {c_minus}")
         self.activation = ShapedReLU.from_config(c_minus) if activation is None else activation
         check_activation(self.activation)
+        check_bool("shaped", shaped)
         self.start = self.activation.start(width) if shaped else 0.0
         function = self.activation.at(width) if shaped else self.activation.plain
         self.pre = make_linear(width, hidden, width**-0.5)

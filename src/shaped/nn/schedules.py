@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from shaped.checks import whole_number
+from shaped.checks import keep, quote, whole_number
 
 
 class Shapeable(nn.Module, ABC):
@@ -58,7 +58,7 @@ class Schedule(ABC):
 def check_schedule(schedule: Schedule | None) -> Schedule:
     """The schedule, or Fixed() where none is given."""
     if schedule is not None and not isinstance(schedule, Schedule):
-        raise ValueError(f"schedule must be Fixed(), Learn() or Recover(steps), got {schedule!r}")
+        raise ValueError(f"schedule must be Fixed(), Learn() or Recover(steps), got {quote(schedule)}")
     return schedule or Fixed()
 
 
@@ -93,7 +93,7 @@ class Recover(Schedule):
     learns: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        whole_number("steps", self.steps)
+        keep(self, whole_number, "steps")
 
     def share(self, step: int) -> float:
         return min(1.0, max(0.0, 1.0 - step / self.steps))

@@ -1,5 +1,6 @@
 """Activations. Each is one object, which random networks, the covariance SDE, trainable modules and configs share."""
 
+from shaped.checks import quote
 from shaped.nn.activations.base import C_MINUS as C_MINUS
 from shaped.nn.activations.base import Activation as Activation
 from shaped.nn.activations.base import Flow as Flow
@@ -14,4 +15,4 @@ ACTIVATIONS: dict[str, type[ShapedActivation]] = {kind.name: kind for kind in (S
 
 def check_activation(activation: object) -> None:
     if not isinstance(activation, ShapedActivation):
-        raise ValueError(f"activation must be a shaped activation, such as ShapedReLU(c_minus=-1.0), got {activation!r}")
+        raise ValueError(f"activation must be a shaped activation, such as ShapedReLU(c_minus=-1.0), got {quote(activation)}")

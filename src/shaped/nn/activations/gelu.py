@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shaped.checks import SINGLE, positive
+from shaped.checks import SINGLE, keep, positive
 from shaped.covariance import Matrix
 from shaped.nn.activations.base import C_MINUS, Activation, Flow, ShapedActivation
 
@@ -60,7 +60,7 @@ class ShapedGELU(ShapedActivation):
     a: float = 1.0
 
     def __post_init__(self) -> None:
-        positive("a", self.a, SINGLE)
+        keep(self, positive, "a", most=SINGLE)
 
     @classmethod
     def from_config(cls, c_minus: float) -> ShapedGELU:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shaped.checks import SINGLE, finite
+from shaped.checks import SINGLE, finite, keep
 from shaped.covariance import FEW, Matrix
 from shaped.nn.activations.base import C_MINUS, Activation, Flow, ShapedActivation
 
@@ -19,8 +19,9 @@ def shaped_relu(x: Tensor, negative_slope: float | Tensor, positive_slope: float
     if isinstance(negative_slope, Tensor) or isinstance(positive_slope, Tensor):
         # The bend, not the slope, is rounded to the precision of x: it is c/sqrt(n), and a bfloat16 near 1 is off by per cents of that.
         straight = x if isinstance(positive_slope, float) and positive_slope == 1.0 else (positive_slope * x).to(x.dtype)
-        bend = torch.as_tensor(negative_slope - positive_slope).to(x.dtype)
-        return torch.addcmul(straight, bend, x.clamp(max=0.0))
+        bend = negative_slope - positive_slope
+        assert isinstance(bend, Tensor)
+        return torch.addcmul(straight, bend.to(x.dtype), x.clamp(max=0.0))
     if positive_slope == 1.0:
         return torch.nn.functional.leaky_relu(x, negative_slope)
     if positive_slope == 0.0:
@@ -68,8 +69,7 @@ class ShapedReLU(ShapedActivation):
     c_minus: float = C_MINUS
 
     def __post_init__(self) -> None:
-        finite("c_plus", self.c_plus, SINGLE)
-        finite("c_minus", self.c_minus, SINGLE)
+        keep(self, finite, "c_plus", "c_minus", most=SINGLE)
 
     @classmethod
     def from_config(cls, c_minus: float) -> ShapedReLU:
