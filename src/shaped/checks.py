@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,14 @@ LARGEST = 2**53  # floats represent every whole number up to this exactly
 SINGLE = 1e30  # its product with a large feature still fits into float32
 
 
+def quote(value: Any, most: int = 200) -> str:
+    """What an error says that it got, in one line: arrays, modules and the like have a repr of many. A large array is told by its shape."""
+    text = " ".join(repr(value).split())
+    if len(text) > 80 and isinstance(value, Tensor | np.ndarray):
+        return f"{type(value).__name__} of shape {list(value.shape)}"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def whole_number(name: str, value: Any, least: int = 1, most: float = LARGEST) -> int:
     """The value as an int in [least, most]. Booleans are not numbers here."""
     try:
@@ -21,13 +30,29 @@ def whole_number(name: str, value: Any, least: int = 1, most: float = LARGEST) -
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+        raise ValueError(f"{name} must be a whole number, got {quote(value)}") from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     if number > most:
         got = number if number.bit_length() <= 128 else f"one of {number.bit_length()} bits"
         raise ValueError(f"{name} must be at most {most}, got {got}")
     return number
+
+
+def keep(record: Any, check: Callable[..., Any], *names: str, **bounds: float) -> None:
+    """Checks fields of a frozen dataclass, and keeps the Python number that the check returns in place of what was given.
+
+    Squares of numpy's small integers overflow, and a Parameter brings its graph along. None stays where it is the field's default.
+    """
+    for name in names:
+        value, default = getattr(record, name), getattr(type(record), name, "there is none")
+        if value is not None or default is not None:
+            object.__setattr__(record, name, check(name, value, **bounds))
+
+
+def fold_seed(seed: int) -> int:
+    """A seed of any size as one that torch takes: those below 2^63 as they are."""
+    return seed % 2**63
 
 
 def parse_whole_numbers(name: str, text: str) -> tuple[int, ...]:
@@ -40,15 +65,16 @@ def parse_whole_numbers(name: str, text: str) -> tuple[int, ...]:
 def check_bool(name: str, value: Any) -> bool:
     """The value, if it is True or False. Other values that Python takes for booleans, such as 0, are refused."""
     if not isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+        raise ValueError(f"{name} must be True or False, got {quote(value)}")
     return bool(value)
 
 
 def in_range(name: str, value: Any, low: float, high: float) -> float:
     """The value as a float in [low, high]."""
-    if not low <= _to_float(name, value) <= high:
+    number = _to_float(name, value)
+    if not low <= number <= high:
         raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value}")
-    return float(value)
+    return number
 
 
 def positive(name: str, value: Any, most: float = HUGE) -> float:
@@ -82,9 +108,9 @@ def _to_float(name: str, value: Any) -> float:
     try:
         if isinstance(value, str | bytes | bool | np.bool_) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
+        raise ValueError(f"{name} must be a number, got {quote(value)}") from None
 
 
 def as_tensor(name: str, value: Any) -> Tensor:

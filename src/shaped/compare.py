@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shaped.checks import whole_number
+from shaped.checks import quote, whole_number
 from shaped.covariance import correlation
 from shaped.intervals import format_share
 from shaped.trajectory import Trajectory
@@ -40,7 +40,7 @@ def find_statistic(name: str, pair: tuple[int, int] | None, m: int, coarser: tor
 
     What the coarser dtype of both trajectories cannot resolve is set equal: a correlation so near to ±1, an eigenvalue so near to 0.
     """
-    rows, columns = torch.triu_indices(m, m, 1) if pair is None else ([pair[0]], [pair[1]])
+    rows, columns = torch.triu_indices(m, m, 1, device="cpu") if pair is None else ([pair[0]], [pair[1]])
     first = range(m) if pair is None else [pair[0]]
     resolution, tiny = find_resolution(coarser, m), torch.finfo(coarser).tiny
 
@@ -60,7 +60,7 @@ def find_statistic(name: str, pair: tuple[int, int] | None, m: int, coarser: tor
         "eigmax": lambda V: torch.linalg.eigvalsh(V)[:, -1],
     }
     if not isinstance(name, str) or name not in known:
-        raise ValueError(f"statistics must be functions of V or among {', '.join(known)}, got {name!r}")
+        raise ValueError(f"statistics must be functions of V or among {', '.join(known)}, got {quote(name)}")
     return known[name]
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shaped import engine
-from shaped.checks import as_tensor, whole_number
+from shaped.checks import quote, whole_number
 from shaped.covariance import Point, gram, is_for_blas
 from shaped.layers.base import Layer, Sizes, check_layer
 from shaped.randomness import Stream
@@ -116,14 +116,14 @@ def propagate(
     )
     sizes, d = Sizes(n, n_k), whole_number("d", d)
     if path not in PATHS:
-        raise ValueError(f"path must be one of {', '.join(map(repr, PATHS))}, got {path!r}")
+        raise ValueError(f"path must be one of {', '.join(map(repr, PATHS))}, got {quote(path)}")
     check_layer(layer)
-    m = (as_tensor("V0", V0).shape or (0,))[-1]
-    if n < m:
-        raise ValueError(f"n must be at least {m}, the number of tokens: fewer features cannot have every covariance, got {n}")
+    sizes.check_tokens(engine.count_tokens(V0))
     layer.check_sizes(sizes)
     if path == "gram" and layer.needs_tokens:
         raise ValueError(f"path must be 'tokens' or 'auto' for {layer!r}, which looks at single features, got 'gram'")
     by_tokens = layer.needs_tokens or path == "tokens"
     process = TokenSteps(layer, sizes) if by_tokens else GramSteps(layer, sizes)
-    return engine.run(process, V0, options, steps=d, dt=1.0 / n, info={"path": "tokens" if by_tokens else "gram", "n": n, "d": d})
+    return engine.run(
+        process, V0, options, steps=d, dt=1.0 / sizes.n, info={"path": "tokens" if by_tokens else "gram", "n": sizes.n, "d": d}
+    )

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from shaped import engine
-from shaped.checks import as_tensor, positive, whole_number
+from shaped.checks import fold_seed, positive, quote, whole_number
 from shaped.covariance import Point, match_layout
 from shaped.layers.base import Layer, check_layer
 from shaped.layers.terms import Term, WeightNoise
@@ -159,30 +159,30 @@ def solve(
     )
     check_layer(layer)
     T = positive("T", T)
-    m = (as_tensor("V0", V0).shape or (0,))[-1]
+    m = engine.count_tokens(V0)
     by_default = steps is None
     steps = default_steps(layer, m, T) if steps is None else whole_number("steps", steps, most=MOST_STEPS)
     least = max((math.ceil(T / MOST_PARTS / term.longest(m)) for term in layer.terms if isinstance(term, WeightNoise)), default=1)
     if steps < least:
         raise ValueError(f"steps must be at least {least} for T = {T:g} and {layer!r}, got {steps}")
     if not (isinstance(method, str) and method in METHODS):
-        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {quote(method)}")
     if check is not None and not isinstance(check, bool):
-        raise ValueError(f"check must be True, False or None, got {check!r}")
+        raise ValueError(f"check must be True, False or None, got {quote(check)}")
     h, make_steps = T / steps, METHODS[method]
     event = "projections" if method == "euler" else None
-    terms = tuple(term.stopping_at(math.inf if upper is None else upper) for term in layer.terms)
+    terms = tuple(term.stopping_at(math.inf if options.upper is None else options.upper) for term in layer.terms)
     whole = make_steps(terms, h)
     paths = engine.run(whole, V0, options, steps=steps, dt=h, info={"method": method, "steps": steps}, event=event)
     count = paths.V.shape[1] // 32
     if check or (check is None and by_default and count >= PAIRS):
         count = max(count, min(PAIRS, paths.V.shape[1]))
-        starts = engine.prepare_start(V0, samples, dtype)
+        starts = engine.prepare_start(V0, options.samples, dtype)
         # At random: of matrices in a regular order, every 32nd may be of one kind.
-        chosen = torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed % 2**63))[:count]
+        chosen = torch.randperm(len(starts), generator=torch.Generator().manual_seed(fold_seed(options.seed)), device="cpu")[:count]
         starts = starts[chosen.to(starts.device)].repeat_interleave(2, 0)
         half = make_steps(tuple(term.halved() for term in terms), h / 2)
-        halved = HalvedSteps(whole, half, engine.Bounds(upper, lower))
+        halved = HalvedSteps(whole, half, engine.Bounds(options.upper, options.lower))
         pairs = engine.run(halved, starts, replace(options, samples=None, record="last"), steps=steps, dt=h, info={})
         effect = StepEffect.of(pairs)
         warn_of_step(effect, paths, steps)
@@ -192,7 +192,10 @@ def solve(
 
 def default_steps(layer: Layer, m: int, T: float) -> int:
     """The number of steps of at most 0.01. Steps are shorter, down to 0.01/16, if a term of the layer needs that with m tokens."""
-    longest = max(COARSEST / 16, min(COARSEST, *(term.longest(m) for term in layer.terms)))
+    needed: dict[type[Term], float] = {}  # of terms of one kind together: heads with biases of their own are a term each
+    for term in layer.terms:
+        needed[type(term)] = needed.get(type(term), 0.0) + 1.0 / term.longest(m)
+    longest = 1.0 / min(16.0 / COARSEST, max(1.0 / COARSEST, *needed.values()))
     if T / longest > MOST_STEPS:
         raise ValueError(f"T must be at most {MOST_STEPS * longest:g}, {MOST_STEPS} steps, got {T:g}")
     return max(1, math.ceil(T / longest - 1e-9))

@@ -93,7 +93,7 @@ def moments(V: Float[Tensor, "sample m m"], running: Bool[Tensor, " sample"]) ->
     V = V.double().cpu()
     numbers = {"log_variance": V.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(V.dtype).tiny).log()}
     if V.shape[-1] > 1:
-        rows, columns = torch.triu_indices(V.shape[-1], V.shape[-1], 1)
+        rows, columns = torch.triu_indices(V.shape[-1], V.shape[-1], 1, device=V.device)
         numbers["rho"] = correlation(V)[:, rows, columns]
     for name, x in numbers.items():
         mean = (running @ x.mean(1)) / running.sum()

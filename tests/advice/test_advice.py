@@ -4,8 +4,10 @@ import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from shaped.advice.measurement import STAGES, Ledger, Place
 from shaped.advice.question import Question, mean_absolute_correlation
 from shaped.advice.result import Advice
 from shaped.advice.rows import Boundary, GradientSpread, Row
-from shaped.advice.search import GRID, Trial, count_for_proof, find_boundary, prove
+from shaped.advice.search import GRID, Trial, check_temperatures, count_for_proof, find_boundary, prove
 from shaped.hf import ShapedConfig
 from shaped.hf.prediction.families import describe_network
 from shaped.intervals import exact_interval, median_interval
@@ -78,12 +80,15 @@ def test_the_proof_goes_down_from_the_best_candidate_and_up_to_the_last_safe_pla
 
     found = {0.5: {"network": 0}, 1.0: {"network": 0}, 2.0: {"network": 3}}
     assert prove(look_up, look_up, found, grid) == 0.5  # the best candidate fell to 0.1; of equals the smallest tau0 is looked at first
-    assert found[0.5]["network"] == 1
+    assert (found[0.5]["network"], found[2.0]["network"]) == (1, 0)
     found = {0.5: {"network": 3}, 1.0: {"network": 2}}
     assert prove(look_up, look_up, found, grid) == 1.0
     assert found == {0.5: {"network": 1}, 1.0: {"network": 2}}
     assert prove(lambda tau0, gamma: "unsafe", look_up, found, grid) == 0.5
     assert found[0.5]["network"] == -1
+    found = {1.0: {"network": 1}}
+    assert prove(lambda tau0, gamma: "safe", lambda tau0, gamma: "safe", found, grid) == 1.0
+    assert found[1.0]["network"] == 3  # the last place of the grid
 
 
 @pytest.fixture
@@ -131,6 +136,21 @@ def test_a_refutation_ends_at_the_failure_that_proves_it_and_is_not_repeated(fai
     assert (row.failed, row.count) == counted
 
 
+def test_what_is_known_to_be_unsafe_is_not_simulated_again(failing: list[int]):
+    failing += [0, 1, 2]
+    drawn: list[Row] = []
+    ledger, trial = Ledger(Question(16, 8, 3, 2), seed=0, tell=drawn.append), Trial(0.01, 299)
+    assert trial.prove(ledger, 1.0, 0.1) == "unsafe"
+    assert trial.refute(ledger, 1.0, 0.1) == "unsafe"
+    assert len(drawn) == 1
+    assert [trial.refute(ledger, 1.0, 0.2) for _ in range(2)] == ["unsafe"] * 2
+    assert len(drawn) == 2
+    failing.clear()
+    assert trial.prove(ledger, 1.0, 0.3) == "safe"
+    assert trial.refute(ledger, 1.0, 0.3) == "open"  # fewer networks
+    assert len(drawn) == 4
+
+
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
 def test_the_risk_of_a_wrong_verdict_is_at_most_five_percent(share: float):
     """Exactly: a place with just this share is called safe if few of a proof fail, and unsafe if many of a refutation do."""
@@ -155,8 +175,9 @@ def test_tokens_that_point_back_are_aligned_and_longer_streams_explode():
     lengths = [1.0, 3.9, 4.1, 1.0, 1.1, 1e-9, 1e-9]  # squared
     V = torch.stack([length * torch.eye(3, dtype=torch.float64) for length in lengths])
     V[3], V[6] = shaped.equicorrelated(3, 0.91), 1e-9 * shaped.equicorrelated(3, 0.91)
+    before = torch.eye(3, dtype=torch.float64).repeat(7, 1, 1)
     stopped = torch.tensor([math.inf] * 4 + [0.3] * 3, dtype=torch.float64)  # the last three left the range of floats
-    paths = Trajectory(torch.zeros(1), V[None], stopped)
+    paths = Trajectory(torch.arange(2), torch.stack((before, V)), stopped)
     judged = asked.judge(paths)
     aligned, exploded = judged.failed.T.tolist()
     assert aligned == [False, False, False, True, False, False, True]
@@ -228,6 +249,26 @@ def test_a_mask_that_shows_later_tokens_alone_has_no_gradients(monkeypatch):
     assert Question(16, 8, 4, 2, mask="causal").lets_attend(2)
 
 
+def test_gradients_are_those_of_the_first_tokens_over_those_of_the_last(monkeypatch):
+    tokens = torch.tensor([[8.0, 9.0, 3.0], [100.0, 100.0, 100.0], [2.0, 3.0, torch.nan]])
+    monkeypatch.setattr("shaped.advice.measurement.backpropagate", lambda *_, **__: SimpleNamespace(tokens=tokens))
+    ledger, place = Ledger(Question(16, 2, 3, 2), seed=0), Place("network", 0.1, 1.0)
+    ledger.search(place, 4)
+    assert ledger.backpropagate(place).gradient == GradientSpread(3.5, median_interval([4.0, 3.0]), 2, 3)
+
+
+def test_the_usual_temperatures_are_between_the_standard_one_and_the_paper_s():
+    assert check_temperatures(None, 16) == (0.25, 0.5, 1.0)
+
+
+def test_a_mask_may_differ_between_heads():
+    mask = Question(16, 8, 3, 2, mask=torch.zeros(2, 3, 3)).attention(0.1, 1.0, m=2).mask
+    assert isinstance(mask, torch.Tensor)
+    assert mask.shape == (2, 2, 2)
+    with refused("mask must", "(2, 4, 4)"):
+        Question(16, 8, 3, 2, mask=torch.zeros(2, 4, 4))
+
+
 def test_a_whole_search_is_the_same_on_an_executor():
     rows: list[Row] = []
     advice = shaped.advise(**SMALL, tau0=(0.2, 1.0), gammas=(0.05, 0.7), growth=1.5, seed=1, tell=rows.append)
@@ -278,6 +319,30 @@ def test_the_answer_says_what_is_proved(below: Any, above: Any, unsafe: bool, pr
     assert len(shown.axes) == 2
 
 
+def test_the_picture_shows_boundaries_verdicts_and_shares():
+    asked = Question(16, 8, 3, 2)
+    safe, unsafe = make_row(), make_row(gamma=0.5, exploded=30)
+    passes, fails = make_row(law="limit", gamma=0.1, count=32), make_row(law="limit", gamma=0.25, count=32, aligned=8)
+    other = make_row(tau0=0.1, gamma=0.1, count=8, exploded=8)
+    answer = Boundary("network", 1.0, safe, unsafe, unsafe)
+    boundaries = [Boundary("network", 0.1, None, other, other), Boundary("limit", 0.1, passes, None, None)]
+    boundaries += [answer, Boundary("limit", 1.0, passes, fails, fails)]
+    advice = Advice(asked, boundaries, [safe, unsafe, passes, fails, other, replace(passes, tau0=0.1)], [], answer)
+    places, shares = advice.draw().axes
+    lines = {str(line.get_label()): (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()) for line in places.lines}
+    floor = 0.1 / 1.2  # where no gamma is good
+    assert lines["largest good gamma, networks"] == ([0.1, 1.0], [pytest.approx(floor), 0.25])
+    assert lines["largest good gamma, limit (SDE)"] == ([0.1, 1.0], [0.1, 0.1])
+    marks: dict[str, Any] = {str(mark.get_label()): mark for mark in places.collections}
+    offsets = {name: marks[name].get_offsets().tolist() for name in ("networks: safe", "networks: unsafe", "answer")}
+    assert offsets == {"networks: safe": [[1.0, 0.25]], "networks: unsafe": [[1.0, 0.5], [0.1, 0.1]], "answer": [[1.0, 0.25]]}
+    drawn: dict[str, Any] = {str(bars.get_label()): bars[0] for bars in shares.containers}
+    assert drawn.keys() == {f"{law}, tau0 = {tau0}" for law in ("networks", "limit (SDE)") for tau0 in ("0.1", "1")}
+    assert list(drawn["networks, tau0 = 1"].get_ydata()) == pytest.approx([3e-4, 30 / 299])  # a share of 0 is at the bottom
+    assert list(drawn["limit (SDE), tau0 = 1"].get_ydata()) == pytest.approx([3e-4, 0.25])
+    assert list(drawn["networks, tau0 = 1"].get_xdata()) == pytest.approx([0.25, 0.5], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -303,8 +368,24 @@ def test_the_answer_says_what_is_proved(below: Any, above: Any, unsafe: bool, pr
         ({"gammas": (0.3, 1.2)}, ("gammas must", "got 1.2")),
         ({"seed": -1}, ("seed must", "got -1")),
         ({"rope": -2.0}, ("rope must", "-2")),
+        ({"rope": (0.1, 0.2, 0.3)}, ("n_k must", "6", "got 8")),
     ],
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], words: tuple[str, ...]):
     with refused(*words):
         shaped.advise(**SMALL | wrong)
+
+
+def test_an_answer_is_json_whatever_numbers_were_asked_with():
+    asked: dict[str, Any] = {name: np.int64(value) for name, value in SMALL.items() if name != "share"}
+    asked |= {"share": np.float64(0.2), "rho": torch.tensor(0.2), "qk_norm": np.True_, "rope": np.array([1.0, 0.5, 0.25, 0.125])}
+    asked |= {"tau0": np.array(0.25), "gammas": np.array([0.5, 1.0]), "samples": np.int64(16), "seed": np.int64(1)}
+    said = shaped.advise(**asked)
+    question = json.loads(json.dumps(said.to_dict()))["question"]
+    assert question == SMALL | {
+        "hidden": 64,
+        "c_minus": -1.0,
+        "rho": pytest.approx(0.2),
+        "qk_norm": True,
+        "rope": [1.0, 0.5, 0.25, 0.125],
+    } | {name: question[name] for name in ("correlation", "growth", "mask")}

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import pytest
+from transformers import GPTNeoXConfig
 
 import shaped
 from refusals import refused
@@ -60,6 +61,8 @@ def test_sizes_from_a_config_and_json(monkeypatch, capsys, tmp_path):
     assert sizes == ours
     with refused("activation must be 'relu'", "got 'gelu'"):
         read_sizes(ShapedConfig(**SIZES, activation="gelu"), 5)
+    with refused("config must rotate all features", "got 2 of 8"):
+        read_sizes(GPTNeoXConfig(**SIZES), 5)
     assert {"mask": "causal", "qk_norm": False, "hidden": 24}.items() <= read_sizes(tmp_path / "llama.json", 5).items()
     Question(**read_sizes(tmp_path / "llama.json", 5))
     asked: dict[str, Any] = {}
@@ -75,7 +78,24 @@ def test_sizes_from_a_config_and_json(monkeypatch, capsys, tmp_path):
     capsys.readouterr()
     assert run(monkeypatch, "--config", str(tmp_path / "ours"), "--c-minus", "-1", "--out", str(tmp_path)) == 2
     assert "c_minus must be left out with a config" in capsys.readouterr().err
-    assert run(monkeypatch, "--config", str(tmp_path / "llama.json"), "--c-minus", "-2", "--workers", "1", "--out", str(tmp_path)) == 2
+    assert run(monkeypatch, "--config", str(tmp_path / "ours"), "--tokens", "99", "--out", str(tmp_path)) == 2
+    assert "tokens must be at most 16, the width of the config, got 99" in capsys.readouterr().err
+    assert (
+        run(
+            monkeypatch,
+            "--config",
+            str(tmp_path / "llama.json"),
+            "--tokens",
+            "5",
+            "--c-minus",
+            "-2",
+            "--workers",
+            "1",
+            "--out",
+            str(tmp_path),
+        )
+        == 2
+    )
     assert asked["c_minus"] == -2.0
 
 
@@ -83,6 +103,10 @@ def test_sizes_from_a_config_and_json(monkeypatch, capsys, tmp_path):
     ("arguments", "words"),
     [
         (("--depth", "4"), ("width must be given",)),
+        (("--width", "0", "--depth", "4"), ("width must be at least 1, got 0",)),
+        (("--width", "8", "--depth", "0"), ("depth must be at least 1, got 0",)),
+        (("--width", "8", "--depth", "4"), ("width must be at least 128, the number of tokens, got 8",)),
+        ((*SMALL, "--tokens", "1"), ("tokens must be at least 2, got 1",)),
         (("--width", "8"), ("depth must be given",)),
         ((*SMALL, "--tau0", "1;2"), ("tau0 must be numbers separated by commas", "'1;2'")),
         ((*SMALL, "--mask", "triangular"), ("mask must be causal, alibi or a .npy file", "'triangular'")),

@@ -149,7 +149,7 @@ def test_paths_that_stop_in_the_last_step_are_no_survivors(monkeypatch, capsys, 
 
 
 def test_converge_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path):
-    arguments = ["converge", "--widths", "4,8,16", "--samples", "3000", "--step", "0.05", "--gamma", "0.9", "--out", str(tmp_path)]
+    arguments = ["converge", "--widths", "4,8,16", "--samples", "3000", "--step", "0.05", "--gamma", "0.5", "--out", str(tmp_path)]
     assert run(monkeypatch, *arguments) == 0
     shown = capsys.readouterr().out
     assert "KS of rho" in shown
@@ -233,6 +233,7 @@ def test_the_rate_of_a_known_decay_is_found():
         (["simulate", "--scheduler", "tcp://127.0.0.1:1"], "scheduler"),
         (["converge", "--widths", "25,wide"], "wide"),
         (["converge", "--widths", "3"], "widths"),
+        (["converge", "--widths", "8,16,16"], "16"),
         (["converge", "--heads", "7", "--widths", "25", "--samples", "10"], "heads"),
         (["converge", "--horizon", "-1", "--samples", "10"], "horizon"),
         (["converge", "--horizon", "nan", "--samples", "10"], "horizon"),

@@ -1,3 +1,5 @@
+"""Covariances of tokens: Gram matrices, correlations, factors also of collapsed ones, products, effective rank."""
+
 import pytest
 import torch
 

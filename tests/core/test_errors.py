@@ -11,7 +11,8 @@ import torch
 
 import shaped
 from refusals import refused
-from shaped.checks import in_range, positive
+from shaped.checks import check_bool, in_range, positive, quote, whole_number
+from shaped.nn.functional import shaped_attention
 from shaped.workers import LocalWorkers
 
 EYE = torch.eye(3, dtype=torch.float64)
@@ -212,12 +213,87 @@ def test_numbers_of_other_libraries_are_numbers():
     assert not solve(EYE.clone().requires_grad_()).V.requires_grad
 
 
+@pytest.mark.parametrize("number", [np.int8, np.uint64, np.array, torch.tensor])
+def test_seeds_and_widths_of_other_libraries_are_those_of_python(number: Any):
+    """Also in the check of the step, which draws from the seed too: it had ended with an OverflowError."""
+    wanted, found = solve(seed=3, check=True), solve(seed=number(3), check=True)
+    assert torch.equal(found.V, wanted.V)
+    assert found.info == wanted.info
+    wanted, found = propagate(n=6, seed=3), propagate(n=number(6), seed=number(3))
+    assert torch.equal(found.V, wanted.V)
+    assert torch.equal(found.t, wanted.t)  # 1/6 of a tensor is rounded to single precision
+    assert (found.info, type(found.info["n"])) == (wanted.info, int)
+    given: dict[str, Any] = {"d": 2, "outputs": 1, "loss": lambda outputs: outputs.square().sum((-2, -1)), "samples": 2}
+    wanted, found = (
+        shaped.backpropagate(LAYER, EYE, n=6, seed=3, **given),
+        shaped.backpropagate(LAYER, EYE, n=number(6), seed=number(3), **given),
+    )
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.t, wanted.t)
+    assert (found.info, type(found.info["n"])) == (wanted.info, int)
+
+
+OTHER_NUMBERS = """
+import numpy as np, torch, shaped
+from shaped.layers.base import Sizes
+gamma = torch.nn.Parameter(torch.tensor(0.5))
+attention = shaped.ShapedAttention(gamma, np.float32(1.0), np.int8(16), project=np.True_)
+feedforward = shaped.ShapedFeedForward(gamma, np.float16(0.0), torch.tensor(-1))
+sizes = Sizes(np.uint8(200), np.int8(100))
+print([attention.gamma, attention.tau0, attention.heads, attention.project, attention.terms[1].variance, sizes.n, sizes.n_k])
+print([feedforward.gamma, feedforward.c_plus, feedforward.c_minus])
+"""
+
+
+def test_layers_keep_numbers_of_other_libraries_as_python_s():
+    """numpy's small integers overflow (16² is 0 in int8, so the limit of 16 heads had infinite noise), and a Parameter brings its graph.
+
+    In a process of its own, because the tests check the types of arguments.
+    """
+    done = subprocess.run([sys.executable, "-W", "error", "-c", OTHER_NUMBERS], capture_output=True, text=True, check=True)
+    assert done.stdout == f"[0.5, 1.0, 16, True, {0.5**4 / 16}, 200, 100]\n[0.5, 0.0, -1.0]\n"
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        subprocess.run([sys.executable, "-c", "import shaped; shaped.ShapedAttention(None)"], capture_output=True, text=True, check=True)
+    assert "gamma must be a number, got None" in caught.value.stderr
+
+
 def test_messages_stay_on_one_line_whatever_the_mask():
     layer = shaped.ShapedAttention(0.5, centre=False, mask=torch.zeros(9, 9))
     with pytest.raises(shaped.NoLimit) as caught:
         layer.limit()
     assert "\n" not in str(caught.value)
     assert "ShapedAttention(gamma=0.5, mask=<9 x 9 bias>, centre=False)" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [np.ones((40, 40)), torch.ones(40, 40)])
+def test_an_array_in_the_wrong_place_is_one_line(wrong: Any):
+    calls: dict[str, Any] = {
+        "gamma must be a number": lambda: in_range("gamma", wrong, 0.0, 1.0),
+        "heads must be a whole number": lambda: whole_number("heads", wrong),
+        "qk_norm must be True or False": lambda: check_bool("qk_norm", wrong),
+        "T must": lambda: solve(T=wrong),
+        "record must": lambda: solve(record=wrong),
+        "layer must": lambda: solve(layer=wrong),
+        "seed must": lambda: propagate(seed=wrong),
+    }
+    for words, call in calls.items():
+        with refused(words, f"got {type(wrong).__name__} of shape [40, 40]"):
+            call()
+
+
+def test_what_an_error_got_is_one_line():
+    assert [quote(value) for value in (1.5, "a\nb", np.arange(3), torch.tensor(2.0))] == [
+        "1.5",
+        r"'a\nb'",
+        "array([0, 1, 2])",
+        "tensor(2.)",
+    ]
+    assert quote(torch.nn.Sequential(torch.nn.Identity())) == "Sequential( (0): Identity() )"
+    assert quote("a" * 300) == "'" + "a" * 198 + "…"
+    with refused("layer must be a layer", "got Sequential( (0): Identity() )"):
+        solve(layer=torch.nn.Sequential(torch.nn.Identity()))  # pyright: ignore[reportArgumentType] (wrong on purpose)
+    with refused("q must be a tensor, got ndarray of shape [1, 2, 40, 8]"):
+        shaped_attention(np.ones((1, 2, 40, 8)), torch.ones(1, 2, 40, 8), torch.ones(1, 2, 40, 8))  # pyright: ignore[reportArgumentType]
 
 
 def test_arrays_and_lists_are_matrices_too():

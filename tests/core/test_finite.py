@@ -2,7 +2,6 @@
 
 import math
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def assert_one_law(one: shaped.Trajectory, other: shaped.Trajectory) -> None:
     [
         FIGURE_1,
         shaped.ShapedAttention(0.6, heads=4, project=True, mask="causal") >> shaped.ShapedPerceptron(),
-        shaped.ShapedAttention(0.6, identity=False, centre=False, temperature=False) >> shaped.ReLUFeedForward(0.5),
+        shaped.ShapedAttention(0.6).unshaped >> shaped.ReLUFeedForward(0.5),
     ],
     ids=["figure 1", "heads, causal, perceptron", "unshaped"],
 )
@@ -91,9 +90,8 @@ def test_time_is_layer_over_width_and_starts_are_exact():
 def test_the_unshaped_transformer_collapses_and_the_shaped_does_not():
     """Fig. 1, left: unshaped attention aligns all tokens; Pre-LN slows that down."""
     g = 8**-0.5
-    off: dict[str, Any] = {"identity": False, "centre": False, "temperature": False}
-    unshaped = shaped.ShapedAttention(g, **off) >> shaped.ReLUFeedForward(g)
-    preln = shaped.PreLN(shaped.ShapedAttention(1.0, lam=1.0, **off)) >> shaped.PreLN(shaped.ReLUFeedForward(1.0, lam=1.0))
+    unshaped = shaped.ShapedAttention(g).unshaped >> shaped.ReLUFeedForward(g)
+    preln = shaped.PreLN(shaped.ShapedAttention(1.0, lam=1.0).unshaped) >> shaped.PreLN(shaped.ReLUFeedForward(1.0, lam=1.0))
     means = [
         shaped.propagate(layer, V0, n=200, d=150, samples=200, seed=seed(78), record="last").rho[-1, :, 0, 1].mean().item()
         for layer in (FIGURE_1, unshaped, preln)

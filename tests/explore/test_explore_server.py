@@ -224,6 +224,16 @@ def test_workers_that_do_not_start_are_an_error_each_time_until_one_does():
     run_with(1, work)
 
 
+def test_any_other_error_ends_its_own_answer_alone():
+    async def work(client, explorer):
+        with mock.patch.object(explorer.pool, "_take", side_effect=BrokenPipeError("the pipe is closed")):
+            *_, last = await read_lines(client)
+        assert last == {"kind": "error", "error": "BrokenPipeError: the pipe is closed"}
+        assert (await read_lines(client))[-1]["kind"] == "done"
+
+    run_with(1, work)
+
+
 def test_an_answer_ends_when_the_server_ends():
     async def work(client, explorer):
         asyncio.get_running_loop().call_later(0.3, explorer.ending.set)

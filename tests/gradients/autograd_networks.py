@@ -16,7 +16,6 @@ from shaped.testing.law import draw_tokens
 from shaped.testing.stats import KS_AT_Z, assert_same_moments, seed
 
 OUTPUTS = 5
-UNSHAPED: dict[str, Any] = {"identity": False, "centre": False, "temperature": False}
 RMS, LN = Norm("rms", eps=1e-3), Norm("layer")
 SMALL, BIASED = Weights(0.2), Weights(0.2, 1.0)
 
@@ -33,9 +32,9 @@ LAYERS: dict[str, shaped.Layer] = {
     "heads, projected, causal": shaped.ShapedAttention(0.6, 0.3, heads=2, project=True, mask="causal"),
     "QK-norm, heads": shaped.ShapedAttention(0.6, 0.3, heads=2, qk_norm=True),
     "RoPE": shaped.ShapedAttention(0.6, 0.3, rope=100.0),
-    "unshaped": shaped.ShapedAttention(0.6, **UNSHAPED) >> shaped.ReLUFeedForward(0.6, 0.1),
-    "Pre-LN": shaped.PreLN(shaped.ShapedAttention(1.0, lam=1.0, **UNSHAPED)) >> shaped.PreLN(shaped.ReLUFeedForward(1.0, 0.1, lam=1.0)),
-    "Post-LN": shaped.PostLN(shaped.ShapedAttention(1.0, lam=1.0, heads=2, **UNSHAPED)),
+    "unshaped": shaped.ShapedAttention(0.6).unshaped >> shaped.ReLUFeedForward(0.6, 0.1),
+    "Pre-LN": shaped.PreLN(shaped.ShapedAttention(1.0, lam=1.0).unshaped) >> shaped.PreLN(shaped.ReLUFeedForward(1.0, 0.1, lam=1.0)),
+    "Post-LN": shaped.PostLN(shaped.ShapedAttention(1.0, lam=1.0, heads=2).unshaped),
     "perceptron": shaped.ShapedPerceptron(1.2, -1.2),
     "Llama": make_blocks(SMALL, SMALL, RMS, gated=True, key_heads=2, rope=100.0),
     "GPT-2, biases": make_blocks(BIASED, BIASED, LN, gated=False),

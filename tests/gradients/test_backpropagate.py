@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_networks import LAYERS, UNSHAPED, assert_one_law, cross_entropy, differentiate, simulate, squared_error
+from autograd_networks import LAYERS, assert_one_law, cross_entropy, differentiate, simulate, squared_error
 from torch import Tensor, nn
 
 import shaped
@@ -45,7 +45,7 @@ def test_independent_matrices_have_another_law():
 
 def test_tokens_that_are_alike_have_autograds_law():
     """Softmax attention brings tokens together: 1 - rho is 1e-13 here, and gradients of queries and keys are as small."""
-    layer, V0 = shaped.ShapedAttention(0.8, **UNSHAPED), shaped.equicorrelated(3, 1 - 1e-13)
+    layer, V0 = shaped.ShapedAttention(0.8).unshaped, shaped.equicorrelated(3, 1 - 1e-13)
     explicit = differentiate(layer, V0, 16, 3, squared_error, 1500, generator(34))
     assert explicit["query 0"].max() < math.log(1e-15)
     assert_one_law(explicit, simulate(layer, V0, 16, 3, squared_error, 6000, 35))

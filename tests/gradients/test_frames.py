@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from autograd_networks import LAYERS, UNSHAPED, assert_one_law, cross_entropy, simulate, squared_error
+from autograd_networks import LAYERS, assert_one_law, cross_entropy, simulate, squared_error
 from torch import Tensor, nn
 
 import shaped
@@ -69,7 +69,7 @@ def test_frames_have_the_law_of_all_features(independent, monkeypatch):
     assert_one_law(framed, simulate(layer, V0, 12, 4, cross_entropy, 3000, 67, independent=independent))
 
 
-@pytest.mark.parametrize("layer", [LAYERS["shaped"], shaped.PostLN(shaped.ShapedAttention(0.6, **UNSHAPED))])
+@pytest.mark.parametrize("layer", [LAYERS["shaped"], shaped.PostLN(shaped.ShapedAttention(0.6).unshaped)])
 def test_collapsed_tokens_have_the_same_law_in_single_precision(layer):
     """With frames and without. Gradients of queries and keys are rounding errors here."""
     single, double = (

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from autograd_networks import OUTPUTS, UNSHAPED, Loss, cross_entropy, find_gradients, squared_error
+from autograd_networks import OUTPUTS, Loss, cross_entropy, find_gradients, squared_error
 from torch import Tensor
 from two_samples import correlate, find_ks, find_two_sided, find_z
 
@@ -56,11 +56,11 @@ def make_blocks(off: float = 1.0) -> dict[str, shaped.Layer]:
     Leaky, because a ReLU may switch off all hidden features of a token, and the logarithm of a zero gradient is no number.
     """
     gamma, feedforward = 0.6 * off, shaped.ShapedFeedForward(0.6 * off, 1.0, -1.0)
-    attention, relu = shaped.ShapedAttention(off, lam=1.0, **UNSHAPED), shaped.ReLUFeedForward(off, 0.1, lam=1.0)
+    attention, relu = shaped.ShapedAttention(off, lam=1.0).unshaped, shaped.ReLUFeedForward(off, 0.1, lam=1.0)
     return {
         "shaped": shaped.ShapedAttention(gamma, 0.3) >> feedforward,
         "QK-norm": shaped.ShapedAttention(gamma, 0.3, heads=2, qk_norm=True) >> feedforward,
-        "unshaped": shaped.ShapedAttention(gamma, **UNSHAPED) >> shaped.ReLUFeedForward(gamma, 0.1),
+        "unshaped": shaped.ShapedAttention(gamma).unshaped >> shaped.ReLUFeedForward(gamma, 0.1),
         "Pre-LN": shaped.PreLN(attention) >> shaped.PreLN(relu),
         "Post-LN": shaped.PostLN(attention) >> shaped.PostLN(relu),
     }

@@ -1,13 +1,10 @@
 """Every layer with a law, for the tests of finite networks."""
 
-from typing import Any
-
 import torch
 
 import shaped
 
 BIAS = torch.tensor([[0.0, 1.0, -1.0], [0.5, 0.0, float("-inf")], [0.3, -0.2, 0.1]], dtype=torch.float64)
-UNSHAPED: dict[str, Any] = {"identity": False, "centre": False, "temperature": False}
 
 SHAPED = {
     "attention": shaped.ShapedAttention(0.8, 0.4),
@@ -28,14 +25,14 @@ OTHERS = {
     "id and centre": shaped.ShapedAttention(0.7, temperature=False),
     "id and temperature": shaped.ShapedAttention(0.7, centre=False),
     "temperature and centre": shaped.ShapedAttention(0.7, identity=False),
-    "softmax attention": shaped.ShapedAttention(0.7, **UNSHAPED),
-    "softmax attention, heads": shaped.ShapedAttention(0.7, heads=2, project=True, mask="causal", **UNSHAPED),
+    "softmax attention": shaped.ShapedAttention(0.7).unshaped,
+    "softmax attention, heads": shaped.ShapedAttention(0.7, heads=2, project=True, mask="causal").unshaped,
     "lam and gamma free": shaped.ShapedAttention(0.9, lam=0.8),
     "ReLU": shaped.ReLUFeedForward(0.7),
     "ReLU, lam and gamma free": shaped.ReLUFeedForward(1.0, 0.1, lam=1.0),
-    "Pre-LN": shaped.PreLN(shaped.ShapedAttention(1.0, lam=1.0, **UNSHAPED)),
+    "Pre-LN": shaped.PreLN(shaped.ShapedAttention(1.0, lam=1.0).unshaped),
     "Pre-LN, ReLU": shaped.PreLN(shaped.ReLUFeedForward(1.0, lam=1.0)),
-    "Post-LN": shaped.PostLN(shaped.ShapedAttention(1.0, lam=1.0, heads=2, **UNSHAPED)),
+    "Post-LN": shaped.PostLN(shaped.ShapedAttention(1.0, lam=1.0, heads=2).unshaped),
     "Post-LN, ReLU": shaped.PostLN(shaped.ReLUFeedForward(1.0, lam=1.0)),
 }
 EVERY = SHAPED | OTHERS

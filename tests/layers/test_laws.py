@@ -149,6 +149,8 @@ def test_no_limit_names_the_offending_term():
     assert "centre=False leaves" in said["id and temperature"]
     assert "temperature=False leaves" in said["id and centre"]
     assert all(word in said["softmax attention"] for word in ("identity=False leaves", "centre=False leaves", "temperature=False leaves"))
+    every = shaped.ShapedAttention(0.7, 0.4, mask="causal", identity=False, centre=False, temperature=False)
+    assert repr(shaped.ShapedAttention(0.7, 0.4, mask="causal").unshaped) == repr(every)
     assert "lam² + gamma² = 1.45" in said["lam and gamma free"]
     assert "slopes 1 and 0 " in said["ReLU"]
     assert "LN(X)" in said["Pre-LN"]

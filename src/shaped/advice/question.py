@@ -10,16 +10,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from shaped.checks import check_bool, in_range, positive, whole_number
+from shaped.checks import SINGLE, check_bool, finite, in_range, keep, positive, whole_number
 from shaped.covariance import equicorrelated
 from shaped.layers import FeedForwardBranch, Layer, Norm, PostLN, PreLN, ResidualBlock, ShapedAttention, ShapedFeedForward, Weights
 from shaped.layers.base import Sizes
 from shaped.layers.masks import Mask, check_mask, describe_mask
-from shaped.layers.rope import Rope
+from shaped.layers.rope import Rope, check_rope
 from shaped.nn.activations import C_MINUS, ShapedReLU
 from shaped.trajectory import Trajectory
 
-PLAIN: dict[str, Any] = {"identity": False, "centre": False, "temperature": False}
 COMPARED = ("unshaped", "Pre-LN", "Post-LN")
 """Blocks of the same size to compare with. Unshaped: softmax attention and ReLU, with gains as the shaped block, without norms."""
 
@@ -52,27 +51,26 @@ class Question:
     share: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("n", "d", "m", "heads"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+        keep(self, whole_number, "n", "d", "m", "heads", "hidden")
+        keep(self, check_bool, "qk_norm")
+        keep(self, in_range, "rho", "correlation", low=0.0, high=1.0)
+        keep(self, positive, "growth", most=1e4)  # lengths of more than 6e4 leave the safe part of float32
+        keep(self, in_range, "share", low=1e-4, high=0.5)  # fewer failures take too many networks to see
+        keep(self, finite, "c_minus", most=SINGLE)
         if self.m < 2:
             raise ValueError(f"m must be at least 2: one token has no correlation, got {self.m}")
-        if self.n < self.m:
-            raise ValueError(
-                f"n must be at least {self.m}, the number of tokens: fewer features cannot have every covariance, got {self.n}"
-            )
+        Sizes(self.n).check_tokens(self.m)
         if self.n % self.heads:
             raise ValueError(f"heads must divide the width n = {self.n}, got {self.heads}")
         object.__setattr__(self, "mask", check_mask(self.mask, self.heads))
         if isinstance(self.mask, Tensor) and self.mask.shape[-1] != self.m:
             raise ValueError(f"mask must be for the m = {self.m} tokens, got shape {tuple(self.mask.shape)}")
-        check_bool("qk_norm", self.qk_norm)
-        object.__setattr__(self, "hidden", 4 * self.n if self.hidden is None else whole_number("hidden", self.hidden))
-        in_range("rho", self.rho, 0.0, 1.0)
-        if not self.rho < in_range("correlation", self.correlation, 0.0, 1.0) < 1.0:
+        object.__setattr__(self, "rope", check_rope(self.rope))
+        object.__setattr__(self, "hidden", 4 * self.n if self.hidden is None else self.hidden)
+        if not self.rho < self.correlation < 1.0:
             raise ValueError(f"correlation must lie above rho = {self.rho:g}, where tokens start, and below 1, got {self.correlation}")
-        if not positive("growth", self.growth, 1e4) > 1.0:  # lengths of more than 6e4 leave the safe part of float32
+        if not self.growth > 1.0:
             raise ValueError(f"growth must be above 1, the length at the start, got {self.growth}")
-        in_range("share", self.share, 1e-4, 0.5)  # fewer failures take too many networks to see
         self.network(0.5, 1.0).check_sizes(Sizes(self.n, None))
 
     def start(self, m: int | None = None) -> Float[Tensor, "m m"]:
@@ -106,8 +104,8 @@ class Question:
         """A block that is not shaped, with the usual temperature."""
         if name == "unshaped":
             shortcut = math.sqrt(1.0 - gamma**2)
-            return self.attention(gamma, 1.0, m, **PLAIN) >> self.feedforward(shaped=False, lam=shortcut, gamma=gamma)
-        attention, norm = self.attention(1.0, 1.0, m, lam=1.0, **PLAIN), Norm("layer")
+            return self.attention(gamma, 1.0, m).unshaped >> self.feedforward(shaped=False, lam=shortcut, gamma=gamma)
+        attention, norm = self.attention(1.0, 1.0, m, lam=1.0).unshaped, Norm("layer")
         if name == "Pre-LN":
             return PreLN(attention) >> self.feedforward(shaped=False, norm=norm)
         return PostLN(attention) >> self.feedforward(shaped=False, after=norm)

@@ -89,13 +89,16 @@ def advise(
     least = count_for_proof(asked.share)
     trial = Trial(asked.share, least if samples is None else whole_number("samples", samples, least))
     began = time.perf_counter()
-    ledger = Ledger(asked, whole_number("seed", seed, least=0, most=math.inf), device, executor, progress, tell)
-    found: dict[float, dict[str, int]] = {}
+    seed = whole_number("seed", seed, least=0, most=math.inf)
+    ledger = Ledger(asked, seed, device, executor, progress, tell)
+
+    def bound(law: str, tau0: float, count: int) -> int:
+        """In the search a gamma is good if no larger share fails than may."""
+        return find_boundary(lambda gamma: ledger.search(Place(law, gamma, tau0), count).share <= asked.share, grid)
+
+    found = {one: {"limit": bound("limit", one, FEW_PATHS)} for one in temperatures}
     for one in temperatures:
-        below = find_boundary(lambda gamma, t=one: is_good(ledger.search(Place("limit", gamma, t), FEW_PATHS), share), grid)
-        found[one] = {"limit": below}
-    for one in temperatures:
-        found[one]["network"] = find_boundary(lambda gamma, t=one: is_good(ledger.search(Place("network", gamma, t), FEW), share), grid)
+        found[one]["network"] = bound("network", one, FEW)
     best = prove(partial(trial.prove, ledger), partial(trial.refute, ledger), found, grid)
     enclose(partial(trial.refute, ledger, best), found[best]["network"] + 1, grid)
     for one in temperatures:
@@ -110,10 +113,11 @@ def advise(
     return Advice(asked, boundaries, ledger.rows(), compared, answer, info)
 
 
-def check_temperatures(tau0: float | Sequence[float] | None, n: int) -> tuple[float, ...]:
+def check_temperatures(tau0: Any, n: int) -> tuple[float, ...]:
     if tau0 is None:
         return n**-0.5, n**-0.25, 1.0
-    given = tuple(tau0) if isinstance(tau0, Iterable) and not isinstance(tau0, str) else (tau0,)
+    alone = isinstance(tau0, str) or not isinstance(tau0, Iterable) or getattr(tau0, "ndim", 1) == 0  # an array may be one number
+    given = (tau0,) if alone else tuple(tau0)
     checked = tuple(sorted({positive("tau0", one, 1e6) for one in given}))
     if not 1 <= len(checked) <= MOST_TAU0:
         raise ValueError(f"tau0 must be 1 to {MOST_TAU0} temperatures, got {len(checked)}")
@@ -135,11 +139,6 @@ def count_for_proof(share: float) -> int:
     while exact_interval(0, count)[1] >= share:
         count += 1
     return count
-
-
-def is_good(row: Row, share: float) -> bool:
-    """In the search: no larger share fails than may."""
-    return row.share <= share
 
 
 def find_boundary(is_safe: Callable[[float], bool], grid: Sequence[float]) -> int:

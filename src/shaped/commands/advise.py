@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import shaped
+from shaped.checks import whole_number
 from shaped.commands import options
 from shaped.commands.blocks import read_mask
 from shaped.commands.console import print_error
@@ -119,7 +120,8 @@ def advise(
 
 
 def choose_sizes(given: dict[str, Any]) -> dict[str, Any]:
-    """The sizes as the library names them, from the options or from a config."""
+    """The sizes as the library names them, from the options or from a config. What is wrong is told by the option's name."""
+    whole_number("tokens", given["tokens"], least=2)
     if given["config"] is not None:
         for name in (*FROM_CONFIG, "mask", "qk_norm"):
             if given[name] is not None and given[name] is not False:  # 0 is refused too
@@ -131,10 +133,15 @@ def choose_sizes(given: dict[str, Any]) -> dict[str, Any]:
         sizes = read_sizes(given["config"], given["tokens"])
         if given["c_minus"] is not None and "c_minus" in sizes:
             raise ValueError(f"c_minus must be left out with a config, which determines it, got {given['c_minus']}")
+        if sizes["n"] < given["tokens"]:
+            raise ValueError(f"tokens must be at most {sizes['n']}, the width of the config, got {given['tokens']}")
         return sizes if given["c_minus"] is None else sizes | {"c_minus": given["c_minus"]}
     for name in ("width", "depth"):
         if given[name] is None:
             raise ValueError(f"{name} must be given without a config, got none")
+        whole_number(name, given[name])
+    if given["width"] < given["tokens"]:
+        raise ValueError(f"width must be at least {given['tokens']}, the number of tokens, got {given['width']}")
     heads = 8 if given["heads"] is None else given["heads"]
     mask = None if given["mask"] == "none" else read_mask(given["mask"] or "causal", given["tokens"], heads)
     named = {"n": given["width"], "d": given["depth"], "m": given["tokens"], "heads": heads, "mask": mask}

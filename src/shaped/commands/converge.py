@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -94,6 +95,8 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
     """Distances at each width, with errors and bands, and the fitted rates."""
     if not settings.widths:
         raise ValueError("widths must not be empty")
+    if twice := [n for n, count in Counter(settings.widths).items() if count > 1]:  # the fit would count its distances twice
+        raise ValueError(f"widths must differ from each other, got {twice[0]} more than once")
     whole_number("tokens", settings.tokens, least=2)
     whole_number("samples", settings.samples, least=2)
     positive("step", settings.step)

@@ -6,6 +6,7 @@ time, or on which machine.
 """
 
 from shaped.engine.block import use_one_thread as use_one_thread
+from shaped.engine.block import without_autocast as without_autocast
 from shaped.engine.executors import PickledChunks as PickledChunks
 from shaped.engine.executors import scatter as scatter
 from shaped.engine.options import Record as Record
@@ -16,6 +17,7 @@ from shaped.engine.progress import Progress as Progress
 from shaped.engine.progress import progress_bar as progress_bar
 from shaped.engine.simulation import allocate as allocate
 from shaped.engine.simulation import run as run
+from shaped.engine.start import count_tokens as count_tokens
 from shaped.engine.start import draw_start as draw_start
 from shaped.engine.start import prepare_start as prepare_start
 from shaped.engine.walk import Bounds as Bounds

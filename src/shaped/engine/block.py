@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -43,6 +43,17 @@ def use_one_thread() -> Iterator[None]:
             torch.set_num_threads(own if _users else _before)
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Within it torch computes in the precision that was asked for, also where the caller's autocast would round every product."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@without_autocast()
 @use_one_thread()
 def run_block(job: Job, advance: Callable[[], None] = lambda: None) -> BlockResult:
     """Runs one block. `advance` is called after each step."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shaped.checks import check_device, in_range, whole_number
+from shaped.checks import check_device, in_range, quote, whole_number
 from shaped.engine.progress import Progress
 
 Record = str | int
@@ -51,7 +51,7 @@ class RunOptions:
             try:
                 self._set(record=whole_number("record", self.record))
             except ValueError:
-                raise ValueError(f"record must be 'all', 'last' or a whole number of steps, at least 1, got {self.record!r}") from None
+                raise ValueError(f"record must be 'all', 'last' or a whole number of steps, at least 1, got {quote(self.record)}") from None
         if self.executor is not None and not callable(getattr(self.executor, "submit", None)):
             got = type(self.executor).__name__
             raise ValueError(f"executor must have a method submit, as those of concurrent.futures have, got {got}")

@@ -31,7 +31,7 @@ def run(
     recorded_steps, bounds = options.list_recorded_steps(steps), Bounds(options.upper, options.lower)
     size = block_size(process, m, device)
     V = allocate((len(recorded_steps), count, m, m), options.dtype, device)
-    stopped = torch.empty(count, dtype=torch.float64)
+    stopped = torch.empty(count, dtype=torch.float64, device="cpu")
     events = 0
 
     def job(block: int) -> Job:
@@ -51,7 +51,7 @@ def run(
             place = slice(block * size, block * size + len(ended))
             V[:, place], stopped[place] = recorded, ended
             events += happened
-    t = torch.tensor(recorded_steps, dtype=torch.float64) * dt
+    t = torch.tensor(recorded_steps, dtype=torch.float64, device="cpu") * dt
     return Trajectory(t, V, stopped, info | {"seed": options.seed} | ({event: events} if event else {}))
 
 

@@ -14,6 +14,11 @@ from shaped.covariance import check_covariance, eigen_factor, factor, symmetrise
 from shaped.randomness import Stream
 
 
+def count_tokens(V0: Any) -> int:
+    """m of a V0 that is not checked yet; 0 of a single number, which `prepare_start` refuses."""
+    return (as_tensor("V0", V0).shape or (0,))[-1]
+
+
 def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Tensor, "sample m m"]:
     """V0 for every sample, symmetric, and positive semi-definite up to rounding."""
     V0 = as_tensor("V0", V0).detach()

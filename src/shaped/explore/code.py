@@ -49,11 +49,10 @@ first, last = gradients.tokens[0].sqrt(), gradients.tokens[-1].sqrt()
 print(f"norm of the gradient: {{first.nanquantile(0.5):.5g}} at the first tokens, {{last.nanquantile(0.5):.5g}} at the last")
 
 # The other blocks beside the shaped one.
-plain = dict(identity=False, centre=False, temperature=False{more})
-attention, feedforward = shaped.ShapedAttention(1.0, lam=1.0, **plain), shaped.ReLUFeedForward(1.0, lam=1.0)
+attention, feedforward = shaped.ShapedAttention(1.0{more}, lam=1.0).unshaped, shaped.ReLUFeedForward(1.0, lam=1.0)
 blocks = {{
     "shaped": block,
-    "unshaped": shaped.ShapedAttention({asked.gamma!r}, **plain) >> shaped.ReLUFeedForward({asked.gamma!r}),
+    "unshaped": shaped.ShapedAttention({asked.gamma!r}{more}).unshaped >> shaped.ReLUFeedForward({asked.gamma!r}),
     "Pre-LN": shaped.PreLN(attention) >> shaped.PreLN(feedforward),
     "Post-LN": shaped.PostLN(attention) >> shaped.PostLN(feedforward),
 }}

@@ -12,7 +12,6 @@ from shaped.layers import Layer, PostLN, PreLN, ReLUFeedForward, ShapedAttention
 
 EXPLODED = 1e4
 """A path with a larger eigenvalue stops, as in the command `simulate`."""
-PLAIN: dict[str, Any] = {"identity": False, "centre": False, "temperature": False}
 NAMES = {"shaped": "shaped", "unshaped": "unshaped", "preln": "Pre-LN", "postln": "Post-LN"}
 """Of the compared blocks, by their role on the page."""
 
@@ -36,9 +35,9 @@ def make_attentions(asked: Question) -> dict[str, ShapedAttention]:
     """The attention layer of each block, by role. Attention that is not shaped has the usual temperature √n_k."""
     return {
         "shaped": make_attention(asked, asked.gamma, asked.tau0),
-        "unshaped": make_attention(asked, asked.gamma, 1.0, **PLAIN),
-        "preln": make_attention(asked, 1.0, 1.0, lam=1.0, **PLAIN),
-        "postln": make_attention(asked, 1.0, 1.0, lam=1.0, **PLAIN),
+        "unshaped": make_attention(asked, asked.gamma, 1.0).unshaped,
+        "preln": make_attention(asked, 1.0, 1.0, lam=1.0).unshaped,
+        "postln": make_attention(asked, 1.0, 1.0, lam=1.0).unshaped,
     }
 
 

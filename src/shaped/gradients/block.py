@@ -108,6 +108,8 @@ class Networks:
         return self.products.go_back(*through, D)
 
 
+@torch.inference_mode(False)  # the caller may be without gradients; these are ours
+@engine.without_autocast()
 @engine.use_one_thread()
 def run_block(job: Job, advance: Callable[[], None] = lambda: None) -> BlockGradients:
     """Runs one block. `advance` is called 2d times: after each layer, forward and backward."""
@@ -172,7 +174,7 @@ def check_separate(loss: Float[Tensor, " batch"], outputs: Tensor, running: Tens
 
     The losses are weighed: then a network's own gradient is multiplied by its own weight. Powers of 2 make no rounding errors.
     """
-    powers = torch.randint(4, (len(loss),), generator=torch.Generator().manual_seed(0))
+    powers = torch.randint(4, (len(loss),), generator=torch.Generator().manual_seed(0), device="cpu")
     weights = (2.0**powers).to(loss)
     (plain,) = torch.autograd.grad(loss.sum(), outputs, retain_graph=True)
     (weighed,) = torch.autograd.grad((weights * loss).sum(), outputs, retain_graph=True)

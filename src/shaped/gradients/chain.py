@@ -25,6 +25,7 @@ class ChainGradients(NamedTuple):
     """The tokens after the last layer."""
 
 
+@torch.inference_mode(False)  # as in `run_block`
 def backpropagate_chain(
     layers: Sequence[WeightlessLayer],
     X: Tokens,

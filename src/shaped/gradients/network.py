@@ -29,7 +29,7 @@ class WeightlessLayer:
 
     def __init__(self, layer: Layer, sizes: Sizes, like: Tensor, m: int | None = None):
         """Like `like` in dtype and device. Only m tokens of `draw_start` may be in frames; without m all tokens have n features."""
-        with Unmade():
+        with Unmade(), like.device:
             module = layer.module(sizes.n, sizes.n_k, dtype=like.dtype)
         self.layer, self.products = layer, None
         self.entries: dict[str, int] = {}

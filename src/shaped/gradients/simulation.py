@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shaped import engine
-from shaped.checks import as_tensor, check_bool, whole_number
+from shaped.checks import check_bool, quote, whole_number
 from shaped.gradients.block import BlockGradients, Job, Loss, run_block
 from shaped.gradients.network import WeightlessLayer
 from shaped.gradients.products import Products
@@ -80,9 +80,8 @@ def backpropagate(
     check_bool("independent", independent)
     check_layer(layer)
     check_callable(loss, executor is not None)
-    m = (as_tensor("V0", V0).shape or (0,))[-1]
-    if n < m:
-        raise ValueError(f"n must be at least {m}, the number of tokens: fewer features cannot have every covariance, got {n}")
+    m = engine.count_tokens(V0)
+    sizes.check_tokens(m)
     layer.check_sizes(sizes)
     V0 = engine.prepare_start(V0, options.samples, options.dtype).to(options.device)
     entries, kept = probe(layer, sizes, V0)
@@ -101,7 +100,7 @@ def backpropagate(
         engine.allocate((len(entries), d, count), dtype, V0.device),
         torch.empty(count, dtype=dtype, device=V0.device),
         torch.empty(count, m, m, dtype=dtype, device=V0.device),
-        torch.empty(count, dtype=torch.float64),
+        torch.empty(count, dtype=torch.float64, device="cpu"),
     )
     for block, found in run_blocks(job, blocks, d, options):
         place = slice(block * size, (block + 1) * size)
@@ -110,8 +109,8 @@ def backpropagate(
                 into[place] = part
             else:
                 into[..., place] = part
-    t = torch.arange(d + 1, dtype=torch.float64) / n
-    info = {"n": n, "d": d, "outputs": outputs, "independent": independent, "seed": options.seed}
+    t = torch.arange(d + 1, dtype=torch.float64, device="cpu") / sizes.n
+    info = {"n": sizes.n, "d": d, "outputs": outputs, "independent": independent, "seed": options.seed}
     weights = dict(zip(entries, whole.weights, strict=True))
     return Gradients(t, whole.tokens, weights, entries, whole.loss, whole.V, whole.stopped, info)
 
@@ -135,6 +134,8 @@ def run_pickled(jobs: bytes) -> list[Any]:
     return [part.cpu().numpy() for part in run_block(job)]
 
 
+@torch.inference_mode(False)
+@engine.without_autocast()
 def probe(layer: Layer, sizes: Sizes, V0: Tensor) -> tuple[dict[str, int], float]:
     """The matrices of a layer with their numbers of entries, and the bytes that a network keeps for its way back through the layer.
 
@@ -156,7 +157,7 @@ def plan(kept: float, d: int, device: torch.device) -> tuple[int, int]:
 
 def check_callable(loss: object, pickled: bool) -> None:
     if not callable(loss):
-        raise ValueError(f"loss must be a function of the outputs, [batch, m, k], that returns [batch], got {loss!r}")
+        raise ValueError(f"loss must be a function of the outputs, [batch, m, k], that returns [batch], got {quote(loss)}")
     if not pickled:
         return
     try:

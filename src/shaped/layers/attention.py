@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import add
 
@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import as_tensor, check_bool, positive, whole_number
+from shaped.checks import as_tensor, check_bool, keep, positive, whole_number
 from shaped.covariance import Matrix, check_covariance, factor, inverse_length, match_layout, product
-from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, check_residual, count_at_once
+from shaped.layers.base import Factor, NoLimit, ResidualLayer, Sizes, count_at_once, keep_weights
 from shaped.layers.logits import LogitPerturbation
 from shaped.layers.masks import Mask, check_mask, describe_mask, head_masks
 from shaped.layers.rope import Rope, check_rope, check_rope_width, describe_rope, find_frequencies
@@ -40,7 +40,7 @@ class ShapedAttention(ResidualLayer):
         lam: weight of the shortcut; by default sqrt(1 - gamma²).
         identity, centre, temperature: the three modifications that shape attention. Without the identity or the centring that term
             is missing from A; without the temperature $\tau = \tau_0\sqrt{n_k}$. With all three off this is softmax attention
-            (Eq. Softmax-att). A layer that lacks one of them has a law and a module, but no limit.
+            (`unshaped`). A layer that lacks one of them has a law and a module, but no limit.
         qk_norm: divide every query and every key by its root mean square over the n_k features (QK-norm). A token of length zero has
             logits 0. The limit takes wide keys; at a fixed n_k logits differ from it by up to 1/n_k.
         rope: rotate queries and keys by their positions (RoPE): a base, such as 10000.0, or n_k/2 frequencies in radians a token. In the
@@ -60,13 +60,12 @@ class ShapedAttention(ResidualLayer):
     rope: Rope = None
 
     def __post_init__(self) -> None:
-        check_residual(self.gamma, self.lam)
-        positive("tau0", self.tau0)
-        whole_number("heads", self.heads)
+        keep_weights(self)
+        keep(self, positive, "tau0")
+        keep(self, whole_number, "heads")
         object.__setattr__(self, "mask", check_mask(self.mask, self.heads))
         object.__setattr__(self, "rope", check_rope(self.rope))
-        for name in ("project", "identity", "centre", "temperature", "qk_norm"):
-            check_bool(name, getattr(self, name))
+        keep(self, check_bool, "project", "identity", "centre", "temperature", "qk_norm")
 
     def __repr__(self) -> str:
         """The arguments that are not the defaults, on one line."""
@@ -74,6 +73,11 @@ class ShapedAttention(ResidualLayer):
         shown |= {"mask": describe_mask(self.mask), "rope": describe_rope(self.rope)}
         usual = {entry.name: repr(entry.default) for entry in fields(self)}
         return f"ShapedAttention({', '.join(f'{name}={text}' for name, text in shown.items() if text != usual[name])})"
+
+    @property
+    def unshaped(self) -> ShapedAttention:
+        r"""The same layer with softmax attention, $A = \text{softmax}(Y/(\tau_0\sqrt{n_k}) + B)$ (Eq. Softmax-att): all three are off."""
+        return replace(self, identity=False, centre=False, temperature=False)
 
     def limit(self) -> tuple[Term, ...]:
         r"""Thm. sde-attention: $\Sigma = \gamma^2(2-\gamma^2)\Sigma_{\text{lin}} + \gamma^4\tau_0^{-2}\mathcal{A}$.

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import finite, in_range, positive, whole_number
+from shaped.checks import finite, in_range, keep, positive, whole_number
 from shaped.covariance import Point
 from shaped.layers.base import count_at_once
 from shaped.layers.branches import Branch, Covariance, Entropy, Rows, Weights, check_weights
@@ -68,29 +68,24 @@ class AttentionBranch(Branch):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        heads, width = whole_number("heads", self.heads), whole_number("head_width", self.head_width)
+        keep(self, whole_number, "heads", "head_width", "key_heads", "window")
         for name in ("query", "key", "value", "output"):
             check_weights(name, getattr(self, name))
-        if self.key_heads is not None and heads % whole_number("key_heads", self.key_heads):
-            raise ValueError(f"key_heads must divide the number of heads, {heads}, got {self.key_heads}")
-        if self.scale is not None:
-            finite("scale", self.scale)
-        object.__setattr__(self, "mask", check_mask(self.mask, heads))
-        if self.window is not None:
-            whole_number("window", self.window)
-            if not isinstance(self.mask, str):
-                raise ValueError(f"window must be None unless mask is 'causal', got {self.window} (write it into the mask, [m, m])")
-        if self.softcap is not None:
-            positive("softcap", self.softcap)
+        if self.key_heads is not None and self.heads % self.key_heads:
+            raise ValueError(f"key_heads must divide the number of heads, {self.heads}, got {self.key_heads}")
+        keep(self, finite, "scale")
+        keep(self, positive, "softcap")
+        keep(self, in_range, "gamma1", "gamma2", "gamma", low=-1e18, high=1e18)
+        object.__setattr__(self, "mask", check_mask(self.mask, self.heads))
+        if self.window is not None and not isinstance(self.mask, str):
+            raise ValueError(f"window must be None unless mask is 'causal', got {self.window} (write it into the mask, [m, m])")
         check_norm("qk_norm", self.qk_norm)
         if self.qk_norm_over not in ("head", "all"):
             raise ValueError(f"qk_norm_over must be 'head' or 'all', got {self.qk_norm_over!r}")
         if self.qk_norm is None and self.qk_norm_over != "head":
             raise ValueError(f"qk_norm_over must be left out without qk_norm, got {self.qk_norm_over!r}")
         object.__setattr__(self, "rope", check_rope(self.rope))
-        check_rope_width(self.rope, width, name="head_width", partly=True)
-        for name in ("gamma1", "gamma2", "gamma"):
-            in_range(name, getattr(self, name), -1e18, 1e18)
+        check_rope_width(self.rope, self.head_width, name="head_width", partly=True)
 
     def __repr__(self) -> str:
         """The arguments that are not the defaults, on one line."""

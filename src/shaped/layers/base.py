@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import as_tensor, in_range, whole_number
+from shaped.checks import as_tensor, in_range, keep, quote, whole_number
 from shaped.covariance import Matrix, Point, check_covariance, check_square, factor, gram, product
 from shaped.layers.terms import Dense, Term, merge_terms
 from shaped.randomness import GeneratorNormals, Stream
@@ -37,9 +37,12 @@ class Sizes:
     n_k: int | None = None
 
     def __post_init__(self) -> None:
-        whole_number("n", self.n)
-        if self.n_k is not None:
-            whole_number("n_k", self.n_k)
+        keep(self, whole_number, "n", "n_k")
+
+    def check_tokens(self, m: int) -> None:
+        """Raises a ValueError if m tokens are more than the features."""
+        if self.n < m:
+            raise ValueError(f"n must be at least {m}, the number of tokens: fewer features cannot have every covariance, got {self.n}")
 
     def keys(self, heads: int) -> int:
         """n_k, or its default for this number of heads."""
@@ -84,7 +87,7 @@ class Layer(ABC):
         V = as_tensor("V", V)
         check_covariance(V, "V")
         if not isinstance(generator, torch.Generator):
-            raise ValueError(f"generator must be a torch.Generator, such as torch.Generator().manual_seed(0), got {generator!r}")
+            raise ValueError(f"generator must be a torch.Generator, such as torch.Generator().manual_seed(0), got {quote(generator)}")
         point, normals = Point(matrix=V), GeneratorNormals(generator, V)
         return reduce(add, (term.noise(point, normals) for term in self.terms))
 
@@ -231,10 +234,9 @@ class Chain(Layer):
 
 def check_layer(layer: object) -> None:
     if not isinstance(layer, Layer):
-        raise ValueError(f"layer must be a layer, such as ShapedAttention(0.5), or several joined with >>, got {layer!r}")
+        raise ValueError(f"layer must be a layer, such as ShapedAttention(0.5), or several joined with >>, got {quote(layer)}")
 
 
-def check_residual(gamma: float, lam: float | None) -> None:
-    in_range("gamma", gamma, 0.0, 1.0)
-    if lam is not None:
-        in_range("lam", lam, 0.0, 1.0)
+def keep_weights(layer: ResidualLayer) -> None:
+    """Checks the weights of the branch and of the shortcut."""
+    keep(layer, in_range, "gamma", "lam", low=0.0, high=1.0)

@@ -11,7 +11,7 @@ from operator import add
 import torch
 from torch import Tensor, nn
 
-from shaped.checks import finite
+from shaped.checks import finite, keep, quote
 from shaped.covariance import Point, factor, gram, match_layout
 from shaped.layers.base import Layer, NoLimit, Sizes, Tokens, split_update
 from shaped.layers.branches import Branch, Covariance
@@ -52,7 +52,7 @@ class ResidualBlock(Layer):
     def __post_init__(self) -> None:
         branches = (self.branches,) if isinstance(self.branches, Branch) else self.branches
         if not (isinstance(branches, tuple | list) and branches and all(isinstance(branch, Branch) for branch in branches)):
-            raise ValueError(f"branches must be a branch, such as FeedForwardBranch(…), or a tuple of branches, got {self.branches!r}")
+            raise ValueError(f"branches must be a branch, such as FeedForwardBranch(…), or a tuple of branches, got {quote(self.branches)}")
         norms = tuple(self.norm) if isinstance(self.norm, tuple | list) else (self.norm,) * len(branches)
         if len(norms) != len(branches):
             raise ValueError(f"norm must be one, or one for each of the {len(branches)} branches, got {len(norms)}")
@@ -60,8 +60,7 @@ class ResidualBlock(Layer):
             check_norm("norm", norm)
         check_norm("post", self.post)
         check_norm("after", self.after)
-        finite("lam", self.lam, 1e18)
-        finite("gamma", self.gamma, 1e18)
+        keep(self, finite, "lam", "gamma", most=1e18)
         object.__setattr__(self, "branches", tuple(branches))
         object.__setattr__(self, "norm", norms)
 

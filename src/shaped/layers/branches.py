@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import check_bool, in_range, whole_number
+from shaped.checks import check_bool, in_range, keep, quote, whole_number
 from shaped.covariance import Point
 from shaped.layers.base import count_at_once
 from shaped.nn.activations import Activation
@@ -33,8 +33,7 @@ class Weights:
     bias: float = 0.0
 
     def __post_init__(self) -> None:
-        in_range("std", self.std, 0.0, 1e18)
-        in_range("bias", self.bias, 0.0, 1e18)
+        keep(self, in_range, "std", "bias", low=0.0, high=1e18)
 
     def rows(self, L: Covariance, n: int) -> Rows:
         r"""F with $F F^\top = \sigma^2 Y Y^\top + \sigma_b^2 11^\top$, for $Y Y^\top = n L L^\top$. $Y W + b$ has the law of F Z, Z normal.
@@ -89,12 +88,12 @@ class FeedForwardBranch(Branch):
     gated: bool = False
 
     def __post_init__(self) -> None:
-        whole_number("hidden", self.hidden)
+        keep(self, whole_number, "hidden")
+        keep(self, check_bool, "gated")
         check_weights("inner", self.inner)
         check_weights("outer", self.outer)
-        check_bool("gated", self.gated)
         if not isinstance(self.activation, Activation) and self.activation not in FUNCTIONS:
-            raise ValueError(f"activation must be one of {', '.join(map(repr, FUNCTIONS))}, or an Activation, got {self.activation!r}")
+            raise ValueError(f"activation must be one of {', '.join(map(repr, FUNCTIONS))}, or an Activation, got {quote(self.activation)}")
 
     @property
     def features(self) -> int:
@@ -160,4 +159,4 @@ class FeedForwardBranch(Branch):
 
 def check_weights(name: str, weights: object) -> None:
     if not isinstance(weights, Weights):
-        raise ValueError(f"{name} must be weights, such as Weights(std=0.02), got {weights!r}")
+        raise ValueError(f"{name} must be weights, such as Weights(std=0.02), got {quote(weights)}")

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from shaped.checks import check_slope
+from shaped.checks import check_slope, keep
 from shaped.covariance import Matrix, Point, factor, gram
-from shaped.layers.base import Factor, Layer, NoLimit, ResidualLayer, Sizes, Tokens, check_residual, count_at_once
+from shaped.layers.base import Factor, Layer, NoLimit, ResidualLayer, Sizes, Tokens, count_at_once, keep_weights
 from shaped.layers.terms import Term, WeightNoise
 from shaped.nn.activations import Activation, Flow, LeakyReLU, ShapedActivation, ShapedReLU, check_activation
 from shaped.nn.networks import RandomFeedForward, RandomPerceptron, Residual
@@ -79,8 +79,7 @@ class Shaped:
         return self.shape.at(n)
 
     def check_shape(self) -> None:
-        check_slope("c_plus", self.c_plus)
-        check_slope("c_minus", self.c_minus)
+        keep(self, check_slope, "c_plus", "c_minus")
         if self.activation is None:
             return
         check_activation(self.activation)
@@ -109,7 +108,7 @@ class ShapedFeedForward(Shaped, FeedForward):
     activation: ShapedActivation | None = None
 
     def __post_init__(self) -> None:
-        check_residual(self.gamma, self.lam)
+        keep_weights(self)
         self.check_shape()
 
     def limit(self) -> tuple[Term, ...]:
@@ -128,8 +127,8 @@ class ReLUFeedForward(FeedForward):
     lam: float | None = None
 
     def __post_init__(self) -> None:
-        check_residual(self.gamma, self.lam)
-        check_slope("negative_slope", self.negative_slope)
+        keep_weights(self)
+        keep(self, check_slope, "negative_slope")
 
     def activation_at(self, n: int) -> Activation:
         return LeakyReLU(self.negative_slope)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shaped.checks import as_tensor, whole_number
+from shaped.checks import as_tensor, quote, whole_number
 from shaped.nn.functional import logit_bias
 
 Mask = str | Tensor | None
@@ -21,7 +21,7 @@ def check_mask(mask: Any, heads: int) -> Mask:
     if mask is None or (isinstance(mask, str) and mask == "causal"):
         return mask
     if isinstance(mask, str):
-        raise ValueError(f"mask must be None, 'causal' or a bias on the logits, [m, m] or [heads, m, m], got {mask!r}")
+        raise ValueError(f"mask must be None, 'causal' or a bias on the logits, [m, m] or [heads, m, m], got {quote(mask)}")
     bias = as_tensor("mask", mask).detach().clone()
     if bias.ndim not in (2, 3) or bias.shape[-1] != bias.shape[-2] or not bias.numel():
         raise ValueError(f"mask must be square, [m, m] or [heads, m, m], got shape {tuple(bias.shape)}")
@@ -78,7 +78,7 @@ def alibi(m: int, heads: int) -> Float[Tensor, "{heads} {m} {m}"]:
     below = 2 ** int(math.log2(heads))
     slopes = [2.0 ** (-8.0 * (k + 1) / below) for k in range(below)]
     slopes += [2.0 ** (-4.0 * (2 * k + 1) / below) for k in range(heads - below)]
-    place = torch.arange(m, dtype=torch.float64)
+    place = torch.arange(m, dtype=torch.float64, device="cpu")
     back = place[:, None] - place
     back = back.masked_fill(back < 0, torch.inf)
-    return -torch.tensor(slopes, dtype=torch.float64)[:, None, None] * back
+    return -torch.tensor(slopes, dtype=torch.float64, device="cpu")[:, None, None] * back

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from shaped.checks import finite, in_range
+from shaped.checks import finite, in_range, keep, quote
 from shaped.covariance import Matrix, Point
 from shaped.layers.base import Layer, NoLimit, ResidualLayer, Sizes, Tokens
 from shaped.layers.terms import Term
@@ -39,14 +39,14 @@ class Norm:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {self.kind!r}")
+            raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {quote(self.kind)}")
         idle, used = ("eps", "alpha") if self.kind == "dyt" else ("alpha", "eps")
         if getattr(self, idle) is not None:
             raise ValueError(f"{idle} must be left out for {self.kind!r}, which has none, got {getattr(self, idle)!r}")
         if getattr(self, used) is None:
             object.__setattr__(self, used, {"eps": 1e-5, "alpha": 0.5}[used])
-        in_range(used, getattr(self, used), 0.0, 1e18)
-        finite("gain", self.gain, 1e18)
+        keep(self, in_range, used, low=0.0, high=1e18)
+        keep(self, finite, "gain", most=1e18)
 
     def apply(self, X: Tensor) -> Tensor:
         """The norm over the last dimension."""
@@ -78,7 +78,7 @@ class Norm:
 
 def check_norm(name: str, norm: object) -> None:
     if norm is not None and not isinstance(norm, Norm):
-        raise ValueError(f"{name} must be None or a norm, such as Norm('rms'), got {norm!r}")
+        raise ValueError(f"{name} must be None or a norm, such as Norm('rms'), got {quote(norm)}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Normalise(Layer):
 
     def __post_init__(self) -> None:
         if not isinstance(self.norm, Norm):
-            raise ValueError(f"norm must be a norm, such as Norm('rms'), got {self.norm!r}")
+            raise ValueError(f"norm must be a norm, such as Norm('rms'), got {quote(self.norm)}")
 
     def limit(self) -> tuple[Term, ...]:
         raise NoLimit(f"{self!r} has no limit: it changes the length of every token whatever the width is: an update of O(1)")
@@ -124,7 +124,7 @@ class Normalised(Layer):
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, ResidualLayer):
-            raise ValueError(f"layer must be a single layer with a skip connection, got {self.layer!r}")
+            raise ValueError(f"layer must be a single layer with a skip connection, got {quote(self.layer)}")
 
     @property
     def needs_tokens(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shaped.checks import as_tensor, in_range, whole_number
+from shaped.checks import as_tensor, in_range, quote, whole_number
 from shaped.nn.functional import rotary_frequencies
 
 Rope = float | tuple[float, ...] | None
@@ -28,7 +28,7 @@ def check_rope(rope: Any) -> Rope:
     if rope is None:
         return None
     if isinstance(rope, str | bool):
-        raise ValueError(f"rope must be a base, such as 10000.0, or an array of frequencies, got {rope!r}")
+        raise ValueError(f"rope must be a base, such as 10000.0, or an array of frequencies, got {quote(rope)}")
     given = as_tensor("rope", rope)
     if given.ndim == 0:
         return in_range("rope", given.item(), 1.0, MOST_BASE)
@@ -61,7 +61,7 @@ def rope_frequencies(width: int, base: float = 10_000.0) -> tuple[float, ...]:
     width, base = whole_number("width", width, least=2), in_range("base", base, 1.0, MOST_BASE)
     if width % 2:
         raise ValueError(f"width must be even, since features are rotated in pairs, got {width}")
-    return tuple(rotary_frequencies(width, base).tolist())
+    return tuple(rotary_frequencies(width, base, device=torch.device("cpu")).tolist())
 
 
 def find_frequencies(rope: float | tuple[float, ...], width: int) -> tuple[float, ...]:

@@ -114,7 +114,7 @@ class WeightNoise(Term):
         share = share / (1.0 + 1.5 * share)  # 1/nu
         if share == 0.0:
             return point
-        left = 1.0 - share * torch.arange(m, dtype=torch.float64)  # k/nu for k = nu - i degrees
+        left = 1.0 - share * torch.arange(m, dtype=torch.float64, device="cpu")  # k/nu for k = nu - i degrees
         spread = share / (1.0 + (1.0 - share / left).sqrt())  # b²/nu, b² being the root of b⁴ - 2 k b² + k = 0
         centre, reach = ((left - spread).sqrt().to(L), spread.sqrt().to(L))
         for _ in range(parts):

@@ -7,8 +7,10 @@ from shaped.layers.base import Layer, ResidualLayer, check_layer
 from shaped.testing.drift import check_drift_of_branch, check_drift_of_steps
 from shaped.testing.law import check_module, check_Sigma_of_steps, check_survival
 from shaped.testing.limit import check_batches, check_chain, check_noise, check_permutation, check_Sigma, check_solver_step, check_symmetry
+from shaped.testing.stats import on_cpu
 
 
+@on_cpu()
 def check_contract(layer: Layer, *, m: int = 3, n: int = 64, symmetric: bool = True, control: Layer | None = None) -> None:
     """Checks the three faces of a layer against each other. It takes about half a minute; the single checks can be called too.
 

@@ -25,7 +25,7 @@ from shaped.layers.attention import ShapedAttention
 from shaped.layers.base import Chain, Layer, ResidualLayer, Sizes
 from shaped.layers.feedforward import FeedForward, ShapedFeedForward, ShapedPerceptron
 from shaped.randomness import Stream
-from shaped.testing.stats import assert_rejected, random_covariance, seed
+from shaped.testing.stats import assert_rejected, on_cpu, random_covariance, seed
 
 CPU = torch.device("cpu")
 BLOCK = 8192  # samples that are drawn together and stay in the processor's cache
@@ -38,6 +38,7 @@ Z_SEEN = 9.0  # standard errors in an error of 5 %: the 5 that are allowed, and 
 Change = Callable[[Tensor, Sizes, Stream], Tensor]
 
 
+@on_cpu()
 def check_drift_of_branch(
     layer: ResidualLayer,
     m: int = 3,
@@ -66,6 +67,7 @@ def check_drift_of_branch(
     _check_drift(layer, subtracted, changes, m, Sizes(n, n_k), samples, reject)
 
 
+@on_cpu()
 def check_drift_of_steps(
     layer: Layer, m: int = 3, n: int = 64, samples: int = 800_000, reject: bool = True, control: Layer | None = None
 ) -> None:

@@ -11,11 +11,12 @@ from torch import Tensor
 from shaped.covariance import vech
 from shaped.finite import propagate
 from shaped.layers.base import Layer, Sizes
-from shaped.testing.stats import assert_products, assert_rejected, assert_same_moments, generator, random_covariance, seed
+from shaped.testing.stats import assert_products, assert_rejected, assert_same_moments, generator, on_cpu, random_covariance, seed
 
 LARGE = 0.13  # change of a covariance from n to 4n, as a share of Sigma, half of whose square would hide an error of 5 %
 
 
+@on_cpu()
 def check_module(
     layer: Layer, m: int = 3, n: int | None = None, n_k: int | None = None, networks: int = 6000, samples: int = 60_000
 ) -> None:
@@ -42,6 +43,7 @@ def draw_tokens(V: Tensor, n: int, g: torch.Generator, batch: tuple[int, ...] = 
     return math.sqrt(n) * torch.linalg.cholesky(V).to(Z) @ (vectors / values.sqrt()[..., None, :] @ vectors.mT @ Z)
 
 
+@on_cpu()
 def check_Sigma_of_steps(layer: Layer, m: int = 3, n: int = 64, samples: int = 150_000, n_k: int | None = None) -> None:
     """n·Cov[V'] → Sigma. An error of 5 % is rejected: a standard error is 0.6 % of the variance.
 
@@ -71,6 +73,7 @@ def check_Sigma_of_steps(layer: Layer, m: int = 3, n: int = 64, samples: int = 1
         assert_rejected(lambda wrong=wrong: assert_products(extrapolated, wrong * Sigma, bias=left))
 
 
+@on_cpu()
 def check_survival(layer: Layer, m: int = 3, widths: tuple[int, ...] | None = None) -> None:
     """Networks give finite numbers also where tokens coincide or have lengths near the ends of the float range.
 

@@ -17,12 +17,14 @@ from shaped.testing.stats import (
     assert_products,
     assert_rejected,
     generator,
+    on_cpu,
     random_covariance,
     seed,
     split_samples,
 )
 
 
+@on_cpu()
 def check_symmetry(layer: Layer, m: int = 3) -> None:
     """The drift and every draw of the noise are symmetric, and the same generator gives the same noise."""
     V = random_covariance(m, 7, (5,))
@@ -33,6 +35,7 @@ def check_symmetry(layer: Layer, m: int = 3) -> None:
     assert torch.allclose(b, b.mT, rtol=1e-12, atol=1e-14), "drift must be symmetric"
 
 
+@on_cpu()
 def check_noise(layer: Layer, m: int = 3, samples: int = 100_000) -> None:
     """The noise has mean 0 and covariance Sigma. An error of 5 % in Sigma is rejected: it is 11 standard errors of a variance."""
     V, g = random_covariance(m, 5), generator(6)
@@ -43,6 +46,7 @@ def check_noise(layer: Layer, m: int = 3, samples: int = 100_000) -> None:
     assert_rejected(lambda: assert_covariance(draws, 1.05 * Sigma))
 
 
+@on_cpu()
 def check_Sigma(layer: Layer, tokens: Iterable[int] = range(2, 7)) -> None:
     """Sigma is positive semi-definite for these numbers of tokens."""
     for m in tokens:
@@ -50,6 +54,7 @@ def check_Sigma(layer: Layer, tokens: Iterable[int] = range(2, 7)) -> None:
         assert (eigenvalues[:, 0] >= -1e-12 * eigenvalues[:, -1]).all(), f"Sigma must be positive semi-definite, for {m} tokens too"
 
 
+@on_cpu()
 def check_batches(layer: Layer, m: int = 3) -> None:
     """Drift and Sigma of a batch are those of its matrices."""
     V = random_covariance(m, 8, (2, 3))
@@ -60,6 +65,7 @@ def check_batches(layer: Layer, m: int = 3) -> None:
         assert torch.allclose(whole[1, 2], one, rtol=1e-13, atol=1e-15), f"{name} of a batch must be that of its matrices"
 
 
+@on_cpu()
 def check_permutation(layer: Layer, m: int = 5) -> None:
     """Permuting the tokens permutes drift and Sigma. Not for layers with a mask."""
     V, order = random_covariance(m, 9), torch.randperm(m, generator=generator(9))
@@ -74,6 +80,7 @@ def check_permutation(layer: Layer, m: int = 5) -> None:
     assert alike, "Sigma must be permuted with the tokens; symmetric=False is for a layer with a mask"
 
 
+@on_cpu()
 def check_chain(layer: Layer, other: Layer, m: int = 3) -> None:
     """Drift and Sigma of a chain are the sums, in both orders."""
     V = random_covariance(m, 13, (4,))
@@ -83,6 +90,7 @@ def check_chain(layer: Layer, other: Layer, m: int = 3) -> None:
             assert torch.allclose(getattr(chain, name)(V), total, rtol=1e-13, atol=1e-15), f"{name} of {chain!r} must be the sum"
 
 
+@on_cpu()
 def check_solver_step(layer: Layer, m: int = 3) -> None:
     """A small step of the solver has the limit's moments: E[V'] = V + h b + O(h²) and Cov[V'] = h Sigma + O(h²), as weak order 1 needs.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -12,6 +13,13 @@ from torch import Tensor
 
 Z = 5.0
 KS_AT_Z = 2.74  # sqrt(N) times a Kolmogorov-Smirnov distance exceeds this as seldom as a normal exceeds z = 5 (6e-7)
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Within it tensors are made on the CPU, as those of a layer that is checked are, whatever the caller's default device is."""
+    with torch.device("cpu"):
+        yield
 
 
 def seed(literal: int) -> int:
@@ -24,6 +32,7 @@ def generator(literal: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed(literal))
 
 
+@on_cpu()
 def random_covariance(m: int, number: int, batch: tuple[int, ...] = ()) -> Tensor:
     """A matrix to test at, the same for the same number also when seeds are unlocked: what a test allows is declared for this matrix."""
     X = torch.randn(*batch, m, m + 2, generator=torch.Generator().manual_seed(number), dtype=torch.float64)

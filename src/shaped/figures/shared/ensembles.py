@@ -27,8 +27,7 @@ def make_models(gamma: float, mask: Mask = None) -> dict[str, Layer]:
     """The Transformers that the paper compares (Fig. rho_path_density, Fig. gradients)."""
 
     def vanilla(gamma: float, lam: float | None = None) -> tuple[ShapedAttention, ReLUFeedForward]:
-        attention = ShapedAttention(gamma, mask=mask, lam=lam, identity=False, centre=False, temperature=False)
-        return attention, ReLUFeedForward(gamma, lam=lam)
+        return ShapedAttention(gamma, mask=mask, lam=lam).unshaped, ReLUFeedForward(gamma, lam=lam)
 
     unshaped, (attention, feedforward) = vanilla(gamma), vanilla(1.0, lam=1.0)
     return {
