@@ -1,3 +1,5 @@
+"""Density estimates: of a normal, and of correlations, whose mass stays between -1 and 1."""
+
 import numpy as np
 from scipy.stats import norm
 

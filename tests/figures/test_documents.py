@@ -1,11 +1,11 @@
 """README.md and docs/figures.md say of the claims what docs/results has, and that is by the one rule."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
+from programs import load_program
 from refusals import refused
 from shaped.figures.harness.claims import count, verdict
 from shaped.figures.harness.reproduce import FIGURES, TRAINED
@@ -14,12 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def tool():
-    spec = importlib.util.spec_from_file_location("claims_tool", ROOT / "benchmarks" / "claims.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("claims")
 
 
 @pytest.mark.parametrize(("scale", "ids"), [("paper", FIGURES + TRAINED), ("quick", FIGURES)])

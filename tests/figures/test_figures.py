@@ -105,7 +105,7 @@ def test_fig2_one_token_has_nothing_to_attend_to():
 @pytest.mark.parametrize("mask", [None, torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).log()], ids=["all", "two sequences"])
 def test_query_gradients_of_tokens_that_nearly_coincide_are_not_rounding(mask):
     """They shrink like the square of the tokens' differences, far below the rounding of the logits."""
-    layer = attention.ShapedAttention(1.0, lam=1.0, identity=False, centre=False, temperature=False, mask=mask)
+    layer = attention.ShapedAttention(1.0, lam=1.0, mask=mask).unshaped
     module = layer.module(16, generator=generator(8), dtype=torch.float64)
     common, apart, back = (torch.randn(*shape, generator=generator(9), dtype=torch.float64) for shape in ((1, 16), (4, 16), (4, 16)))
     norms = []

@@ -237,6 +237,19 @@ def test_runs_of_one_name_are_told_apart_by_their_places(runs, tmp_path):
         read_runs([tmp_path / "all.json"])
 
 
+def test_a_run_that_was_finished_elsewhere_is_there_once(tmp_path):
+    for number, place in enumerate(("before", "after", "other")):
+        write(tmp_path / place / "a0", replace(RUN, lr=[1e-3, 1e-3, 2e-3][number]), entropy=[4.0, 2.0, 1.0][number])
+    (tmp_path / "before" / "a0" / "result.json").unlink()
+    collect(read_runs([tmp_path / "before"]), tmp_path / "before.json")
+    for begun in (tmp_path / "before", tmp_path / "before.json"):
+        (found,) = read_runs([begun, tmp_path / "after"])
+        assert (found.name, found.result is not None, found.metrics[-1]["entropy"][0]) == ("a0", True, 2.0)
+        assert len(read_runs([begun, tmp_path / "other"])) == 2  # one with another learning rate
+    (tmp_path / "before" / "a0" / "diverged.json").write_text('{"why": "the loss of step 7 is not finite"}')
+    assert len(read_runs([tmp_path / "before", tmp_path / "after"])) == 2  # it has ended
+
+
 def test_a_run_that_diverged_ends_with_a_cross(tmp_path):
     for why in ("", "the loss of step 7 is not finite"):
         curve = {"name": "recover", "recipe": "", "lr": 1e-3, "layer": 1, "steps": [1, 2], "entropy": [2.0, 1.0], "diverged": bool(why)}
