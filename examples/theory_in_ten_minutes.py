@@ -51,7 +51,7 @@ print(V0)
 # %%
 gamma = 8**-0.5
 shaped_block = shaped.ShapedAttention(gamma) >> shaped.ShapedFeedForward(gamma, c_plus=0.0, c_minus=-1.0)
-softmax = shaped.ShapedAttention(gamma, identity=False, centre=False, temperature=False)
+softmax = shaped.ShapedAttention(gamma).unshaped
 relu = shaped.ReLUFeedForward(gamma)
 blocks = {
     "softmax and ReLU": (softmax >> relu, VERMILION),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 BINARY: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -67,6 +68,13 @@ class Mutant:
         else:
             getattr(parent, field)[position] = new
         return ast.unparse(ast.fix_missing_locations(changed))
+
+
+def find_unknown(names: Iterable[str], package: Path) -> list[str]:
+    """Names of mutants that the package does not have, whichever of its files are to be changed."""
+    files = [package / file for file in {name.partition(":")[0] for name in names}]
+    known = {mutant.name for file in files if file.exists() for mutant in make_mutants(str(file.relative_to(package)), file.read_text())}
+    return [name for name in names if name not in known]
 
 
 def make_mutants(file: str, source: str) -> list[Mutant]:

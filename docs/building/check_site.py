@@ -1,5 +1,7 @@
-"""`python docs/building/check_site.py SITE` looks at a built site: every local link and anchor leads somewhere, no page asks for anything
-from elsewhere, search finds, formulas and pictures are drawn. The last three need a browser; without one they are left out, with a word.
+"""`python docs/building/check_site.py SITE` looks at a built site: links, requests, search, formulas, pictures.
+
+Every local link and anchor leads somewhere, no page asks for anything from elsewhere, search finds, formulas and pictures are drawn. The
+last three need a browser; without one they are left out, with a word.
 
 It belongs to `make docs` and not to the tests, which run before there is a site.
 """

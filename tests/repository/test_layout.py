@@ -1,6 +1,7 @@
-"""The layout: small files, small folders, and no cycle of imports."""
+"""The layout: small files that say what they are, small folders, and no cycle of imports."""
 
 import ast
+import re
 from collections.abc import Iterable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -52,6 +53,23 @@ def test_files_and_folders_are_small():
     files = list_files(ROOT)
     assert len(files) > 200
     assert find_large(files) == []
+
+
+def say_what_they_are_for(files: Iterable[Path]) -> list[Path]:
+    """Files whose first line is a docstring of whole sentences: such lines are the map of a folder (CONTRIBUTING.md)."""
+    return [path for path in files if re.match(r'r?"""\S.*[.?:)](\n|"""\n)', path.read_text(encoding="utf-8"))]
+
+
+def test_the_first_line_of_a_file_says_what_it_is_for():
+    files = [path for path in (*list_files(ROOT), *(ROOT / "docs").rglob("*.py"), *(ROOT / "examples").glob("*.py")) if path.stat().st_size]
+    assert set(files) - set(say_what_they_are_for(files)) == set()
+
+
+@pytest.mark.parametrize("text", ["import math\n", "# A file.\n", '"""\nA file.\n"""\n', '"""A file that\ngoes on."""\n', '"""A file"""\n'])
+def test_a_file_that_does_not_say_it_is_noticed(tmp_path: Path, text: str):
+    (tmp_path / "one.py").write_text('"""One file."""\n')
+    (tmp_path / "other.py").write_text(text)
+    assert say_what_they_are_for(sorted(tmp_path.iterdir())) == [tmp_path / "one.py"]
 
 
 def test_names_of_test_files_are_unique():
