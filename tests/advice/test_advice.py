@@ -187,6 +187,14 @@ def test_tokens_that_point_back_are_aligned_and_longer_streams_explode():
     assert asked.judge(paths, may_grow=True).failed[:, 1].tolist() == [False] * 4 + [True] + [False] * 2
 
 
+def test_a_path_of_the_limit_that_explodes_in_its_first_step_is_counted():
+    """It is shown at its start: no state after it is within the range of floats."""
+    ledger = Ledger(Question(64, 32, 4, 2), seed=0)
+    row = ledger.search(Place("limit", 0.7, 0.01), 16)
+    assert row.growth == pytest.approx(1.0)
+    assert row.exploded == 16
+
+
 def test_a_pre_ln_stream_is_measured_at_the_last_layer_and_may_grow():
     """Each of 2 branches a layer adds about 1 to the mean squared length."""
     ledger = Ledger(Question(16, 40, 3, 2, growth=2.0), seed=0)

@@ -21,6 +21,9 @@ from shaped.trajectory import Trajectory
 
 COMPARED = ("unshaped", "Pre-LN", "Post-LN")
 """Blocks of the same size to compare with. Unshaped: softmax attention and ReLU, with gains as the shaped block, without norms."""
+VANISHED = 0.01
+"""A path that left the range of floats is judged by its last state within it. One that vanished is far shorter there, below 1e-4. One that
+exploded may have done so in a single step of the solver, from its start: it may be a little shorter than it was, but not so much."""
 
 
 class Judged(NamedTuple):
@@ -117,7 +120,7 @@ class Question:
         """
         V = paths.V[-1].double().cpu()
         correlation, growth = mean_absolute_correlation(paths.rho[-1].double().cpu()), V.diagonal(dim1=-2, dim2=-1).mean(-1).sqrt()
-        exploded = (paths.stopped.isfinite() & (growth > 1.0)) | (growth > (math.inf if may_grow else self.growth))
+        exploded = (paths.stopped.isfinite() & (growth > VANISHED)) | (growth > (math.inf if may_grow else self.growth))
         aligned = (correlation > self.correlation) & ~exploded
         return Judged(torch.stack((aligned, exploded), -1), correlation, growth)
 
