@@ -112,6 +112,11 @@ def test_a_layer_may_have_no_drift():
         testing.check_drift_of_branch(Linear(0.8, excess=0.05), samples=1000)
 
 
+def test_the_solvers_step_of_a_chain_with_much_noise_is_right():
+    """Its weights would take a step of 0.02 in two parts, and half of it whole."""
+    testing.check_solver_step(shaped.ShapedFeedForward(0.8) >> shaped.ShapedFeedForward(0.8))
+
+
 def test_slopes_of_unequal_size_are_right():
     """Their networks approach the limit only like n^(-1/2)."""
     for slopes in ((0.0, -1.0), (0.5, -3.5)):

@@ -97,7 +97,8 @@ def check_solver_step(layer: Layer, m: int = 3) -> None:
     An error of 5 % in Sigma is rejected.
     """
     V = random_covariance(m, 11) / 2  # attention is slow here: it takes both steps whole
-    drift, products = step_moments(layer.terms, V)
+    h = min(0.02, *(term.longest(m) for term in layer.terms))  # and so do the weights: in parts, the term in h would be another one
+    drift, products = step_moments(layer.terms, V, h)
     Sigma = layer.Sigma(V)
     left = 10 * 0.02**2 * Sigma.max().item()  # O(h²)
     assert_mean(drift, vech(layer.drift(V)), bias=left)
