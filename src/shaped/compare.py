@@ -111,10 +111,14 @@ class Comparison:
     samples: tuple[int, int]
     unresolved: dict[str, float] = field(default_factory=dict)
     """The share of values that rounding hides: of "rho" those set to ±1, of "logdet" those with eigenvalues that were raised."""
+    one_seed: bool = False
+    """Do both come from the same random numbers? Then their paths are alike, while errors, bands and p are those of independent paths."""
 
     def __str__(self) -> str:
         stopped = " and ".join(format_share(share, count) for share, count in zip(self.stopped, self.samples, strict=True))
         lines = [f"{self.samples[0]} and {self.samples[1]} paths; stopped: {stopped}"]
+        if self.one_seed:
+            lines.append("both are of one seed: their paths are alike, and differences go unnoticed; give one of them another seed")
         for name in self.ks:
             lines += [f"{name:>10}  Kolmogorov-Smirnov  {self.ks[name]}", f"{'':>10}  Wasserstein         {self.wasserstein[name]}"]
             if self.unresolved.get(name, 0.0) >= NOTICEABLE:
@@ -137,6 +141,9 @@ def compare(
     Paths that began at different V0, each with the same share in both trajectories, are permuted among those of the same V0. For that both
     must have recorded time 0, which `record="last"` does not. Otherwise the paths of a trajectory count as draws of one law: for a fixed
     list of different V0 bands and errors are then too large, and differences go unnoticed.
+
+    Two simulations of one kind need different seeds: of one seed they have the same random numbers (`Comparison.one_seed`). `solve` and
+    `propagate` draw different numbers from one seed.
 
     Args:
         statistics: names ("rho", "V", "variance", "logdet", "eigmax"), or functions by name, from V, [sample, m, m], to one number or
@@ -193,7 +200,13 @@ def compare(
             x, y = np.full_like(x, pooled.flat[0]), np.full_like(y, pooled.flat[0])
         ks[name], wasserstein[name] = measure_distances(x, y, resamples, rng, groups)
     stopped = [(path.V.shape[1] - len(rest)) / path.V.shape[1] for rest, path in zip(running, (one, other), strict=True)]
-    return Comparison(ks, wasserstein, (stopped[0], stopped[1]), (one.V.shape[1], other.V.shape[1]), unresolved)
+    return Comparison(ks, wasserstein, (stopped[0], stopped[1]), (one.V.shape[1], other.V.shape[1]), unresolved, has_one_seed(one, other))
+
+
+def has_one_seed(one: Trajectory, other: Trajectory) -> bool:
+    """Do both come from the same random numbers (`Stream`)?"""
+    drawn = [[path.info.get(name) for name in ("seed", "method", "path")] + [path.V.dtype, path.V.device.type] for path in (one, other)]
+    return drawn[0] == drawn[1] and drawn[0][0] is not None
 
 
 def find_unresolved(name: str, values: Sample, V: Float[Tensor, "sample m m"], coarser: torch.dtype) -> Bool[np.ndarray, "sample number"]:

@@ -212,6 +212,24 @@ def test_labels_are_permuted_within_groups():
     assert len({tuple(row) for row in found}) == 6 * 2
 
 
+def test_trajectories_of_one_seed_are_named():
+    """They are alike: two laws that other seeds tell apart would have p = 1 (here gamma 0.5 and 0.53)."""
+    V0 = shaped.equicorrelated(2, 0.2)
+
+    def network(seed: int, gamma: float = 0.5, path: str = "gram") -> shaped.Trajectory:
+        return shaped.propagate(shaped.ShapedFeedForward(gamma), V0, n=16, d=8, samples=100, seed=seed, path=path)
+
+    found = shaped.compare(network(0), network(0, 0.53), statistics="V", resamples=50)
+    assert found.one_seed
+    assert "one seed" in str(found)
+    assert found.ks["V"].p > 0.99
+    limit = shaped.solve(shaped.ShapedFeedForward(0.5), V0, T=0.5, samples=100, seed=0)
+    for other in (network(1), network(0, path="tokens"), limit):
+        apart = shaped.compare(network(0), other, statistics="V", resamples=50)
+        assert not apart.one_seed
+        assert "one seed" not in str(apart)
+
+
 def test_what_cannot_be_compared_is_named():
     V = torch.eye(2, dtype=torch.float64).expand(30, 2, 2)
     one = trajectory(V)
