@@ -180,9 +180,8 @@ def label_parts(parts: Iterable[Part]) -> Iterator[tuple[Part, str]]:
 
 
 def make_layer(part: Part, label: str, gradients: Mapping[str, Tensor]) -> LayerObservation:
-    prefix = f"{part.name}." if part.name else ""
     units = sum(one.units for one in part.activations)
-    inside = {name[len(prefix) :]: value for name, value in gradients.items() if name.startswith(prefix)}
+    inside = {own: value for name, value in gradients.items() if (own := part.find_own_name(name)) is not None}
     once = {id(value): name for name, value in reversed(inside.items())}  # by the first of several names of one matrix
     return LayerObservation(
         name=label,

@@ -34,6 +34,9 @@ ACTIVATIONS = {
 """Functions of one tensor that act on each entry alone."""
 PARTS_OF_ACTIVATIONS = {torch.tanh, Tensor.tanh, F.tanh, torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.erf, Tensor.erf}
 """Within a module without parameters these say that the module is an activation function, such as GPT-2's GELU."""
+SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
+SCALINGS = {F.dropout, torch.dropout, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.div, torch.div}
+"""A residual branch may be multiplied by a number or by gains before it is added."""
 ENTRIES = 2**20
 """Logits that are computed at a time."""
 
@@ -70,6 +73,8 @@ class CallWatcher(TorchFunctionMode):
             shape, (batch, heads, Q, K), and what they cannot pass, infinity where nothing bounds them.
         on_activation: called with the function and its input, before the activation.
         on_part: called where a function of PARTS_OF_ACTIVATIONS is.
+        on_sum: called with two summands and their sum.
+        on_scaling: called with the arguments of a function of SCALINGS and its result.
         sequences: tells the batch size of logits [batch · heads, Q, K] from Q.
         arrange: brings the inputs of a softmax, of four dimensions, into the order [batch, heads, Q, K].
         first: how many sequences of the batch the logits are of; all by default. The reported shape and mask are of the whole batch.
@@ -80,13 +85,16 @@ class CallWatcher(TorchFunctionMode):
         on_attention: Callable[[Tensor | None, Logits, tuple[int, ...], float], None],
         on_activation: Callable[[Callable[[Tensor], Tensor], Tensor], None],
         on_part: Callable[[], None],
+        on_sum: Callable[[Any, Any, Any], None],
+        on_scaling: Callable[[Any, Any], None],
         sequences: Callable[[int, int], int],
         arrange: Callable[[Tensor], Tensor],
         first: int | None = None,
     ):
         super().__init__()
-        self.on_attention, self.on_activation, self.on_part, self.sequences = on_attention, on_activation, on_part, sequences
-        self.arrange, self.first = arrange, first
+        self.on_attention, self.on_activation, self.on_part = on_attention, on_activation, on_part
+        self.on_sum, self.on_scaling = on_sum, on_scaling
+        self.sequences, self.arrange, self.first = sequences, arrange, first
         self._scores = Scores()
         self._paused = False
 
@@ -122,6 +130,10 @@ class CallWatcher(TorchFunctionMode):
             self.on_part()
         result = func(*args, **kwargs)
         self._scores.follow(func, (*args, *kwargs.values()), result)
+        if func in SUMS and len(args) == 2:
+            self.on_sum(*args, result)
+        elif func in SCALINGS:
+            self.on_scaling(args, result)
         return result
 
     def _report_softmax(self, input: Tensor, *_: Any, **__: Any) -> None:

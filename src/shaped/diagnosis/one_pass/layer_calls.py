@@ -5,14 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shaped.diagnosis.one_pass.attention_calls import CallWatcher, Logits
 from shaped.diagnosis.one_pass.quantities import count_dead_units, measure_attention, measure_tokens
-from shaped.diagnosis.one_pass.stack import Part, choose_entering, find_repeated_parts, find_tokens, list_prefixes, list_tokens
+from shaped.diagnosis.one_pass.stack import (
+    Part,
+    Row,
+    choose_entering,
+    find_repeated_parts,
+    find_rows,
+    find_tokens,
+    iterate_features,
+    list_prefixes,
+    list_tokens,
+)
+
+
+@dataclass
+class Sibling:
+    """The part of a list that began last. Its tensors are kept, so that no other one has their memory."""
+
+    part: Part
+    inputs: tuple[Tensor, ...]
+    entering: list[tuple[int, int]]
+    returned: Tensor | None = None
 
 
 class LayerRecorder(AbstractContextManager["LayerRecorder"]):
@@ -28,18 +50,25 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         self.sequences, self.tokens = sequences, tokens
         self._model = model
         self._modules = dict(model.named_modules())
-        self._repeated = find_repeated_parts(model)
+        self._repeated, self._rows = find_repeated_parts(model), find_rows(model)
         self._masks = find_padding_masks(batch)
         self._two_sided = {"encoder", "decoder"} <= {word for name in self._modules for word in name.split(".")}
         self._running: list[tuple[str, nn.Module, Tensor | None]] = []
         self._open: dict[str, Part] = {}
         self._attended: set[tuple[str, type]] = set()
         """Patterns of which a part has attended: what enters the first one is known."""
+        self._siblings: dict[str, Sibling] = {}
+        """What began last, by the list or module that it is in."""
+        self._returned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """What parts returned, also scaled: these parts."""
         self._activations: list[bool] = []
         self._number = 0
         self._real: Tensor | None = None
         self._batch_first = True
-        self._watcher = CallWatcher(self._attend, self._count_dead, self._see_part, self._count_sequences, self._arrange, sequences)
+        self._watcher = CallWatcher(
+            *(self._attend, self._count_dead, self._see_part, self._see_sum, self._see_scaling, self._count_sequences, self._arrange),
+            first=sequences,
+        )
         self._removals: list[Callable[[], None]] = []
 
     def __enter__(self) -> LayerRecorder:
@@ -55,6 +84,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             self._removals.pop()()
         for name in list(self._open) if error[0] is None else ():
             self._end(name, None)
+        self._siblings.clear()
 
     def begin_call(self, args: Any, kwargs: Any) -> None:
         """For a recorder that is entered within the model's call, in a pre-hook: PyTorch calls no pre-hook that is added then."""
@@ -65,12 +95,14 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
             with self._watcher.pause():
                 inputs = tuple(list_tokens((args, kwargs)))
                 x = inputs[0] if inputs else None
-                prefixes = [prefix for prefix in ("", *list_prefixes(name)) if prefix in self._repeated or not prefix]
-                for other in [other for other, part in self._open.items() if not part.called and other not in prefixes]:
-                    self._end(other, x)
-                for prefix in prefixes:
+                prefixes = self._list_parts(name)
+                if not is_plain_function(module):  # such as dropout, which may be one for all layers
+                    self._end_uncalled(lambda part: part.name not in prefixes, x)
+                for prefix, item in prefixes.items():
                     if prefix not in self._open:
                         self._begin(prefix, inputs, called=prefix == name)
+                    if item and item not in self._open[prefix].items:
+                        self._open[prefix].items.append(item)
                 self._running.append((name, module, x))
                 self._activations.append(False)
 
@@ -82,16 +114,55 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
                 _, _, x = self._running.pop()
                 if self._activations.pop() and x is not None and args:
                     self._count_dead(module.forward, args[0])
+                depth, y = len(self._running), find_tokens(output)
+                self._end_uncalled(lambda part: part.frame > depth, y)
+                self._see_stream(y)
                 if name in self._open and self._open[name].called and not any(running == name for running, _, _ in self._running):
-                    self._end(name, find_tokens(output))
+                    self._finish(name, output)
 
         return hook
 
+    def _list_parts(self, name: str) -> dict[str, str]:
+        """The parts that a module is in, the outermost first. Of a row: which of its items it is in."""
+        parts = {"": ""}
+        for prefix in list_prefixes(name):
+            if prefix in self._rows:
+                parts[self._rows[prefix]] = prefix
+            if prefix in self._repeated:
+                parts[prefix] = ""
+        return parts
+
     def _begin(self, name: str, inputs: tuple[Tensor, ...], called: bool) -> None:
-        part = Part(name, type(self._modules[name]), self._repeated.get(name, False), called)
+        kind = type(self._modules[name]) if name in self._modules else Row
+        part = Part(name, kind, kind is Row or self._repeated.get(name, False), called, frame=len(self._running))
+        part.shapes = frozenset(x.shape for x in inputs)
         if part.pattern not in self._attended:
             part.inputs = tuple(x.clone() for x in inputs)  # the layer may change them in place
+        place, entering = name.rpartition(".")[0], [locate(x) for x in inputs]
+        before = self._siblings.get(place)
+        if before is not None and before.part.name != name:
+            part.is_beside = bool(entering) and entering == before.entering
+            before.part.is_passed_on = before.returned is not None and any(x.data_ptr() == before.returned.data_ptr() for x in inputs)
+        if name:
+            self._siblings[place] = Sibling(part, inputs, entering)
         self._open[name] = part
+
+    def _end_uncalled(self, ends: Callable[[Part], bool], x: Tensor | None) -> None:
+        """Ends parts that are never called themselves, from the inside to the outside. `x` is the stream then, if it has its shape."""
+        for name, part in reversed(list(self._open.items())):
+            if not part.called and ends(part):
+                self._end(name, x if x is not None and x.shape in part.shapes else part.last)
+
+    def _finish(self, name: str, output: Any) -> None:
+        """Ends a part that was called."""
+        part, x = self._open[name], find_tokens(output)
+        self._end(name, x)
+        sibling = self._siblings.get(name.rpartition(".")[0])
+        if sibling is not None and sibling.part is part:
+            sibling.returned = x
+        for y in iterate_features(output) if part.calls else ():
+            self._returned[y] = part
+            break
 
     def _end(self, name: str, x: Tensor | None) -> None:
         part = self._open.pop(name)
@@ -101,8 +172,36 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
                 part.entering = self._measure(name, choose_entering(part.inputs, x))
             if x is not None:
                 part.leaving = self._measure(name, x)
-        part.inputs = ()
+        part.inputs, part.last = (), None
         self.parts.append(part)
+
+    def _see_stream(self, x: Tensor | None) -> None:
+        """What the running module has now may be the stream in the parts that it runs through."""
+        for part in self._open.values():
+            if x is not None and not part.called and part.frame == len(self._running) and x.shape in part.shapes:
+                part.last = x
+
+    def _see_sum(self, first: Any, second: Any, result: Tensor) -> None:
+        """A module that runs adds up what its parts return: that is the stream, where they are branches."""
+        if not (isinstance(first, Tensor) and isinstance(second, Tensor) and first.shape == second.shape == result.shape):
+            return
+        x = find_tokens(result)
+        if x is None:
+            return
+        self._see_stream(x)
+        for branch, other in ((first, second), (second, first)):
+            part = self._returned.get(branch)
+            if part is not None and part.frame == len(self._running) and x.shape in part.shapes:
+                part.summed = self._measure(part.name, x)
+                before = None if other is result else find_tokens(other)  # in place: it is overwritten
+                if part.entering.tokens and before is not None:
+                    part.summand = self._measure(part.name, before)
+                return
+
+    def _see_scaling(self, args: Any, result: Any) -> None:
+        for x in args:
+            if isinstance(x, Tensor) and x in self._returned and isinstance(result, Tensor) and result.shape == x.shape:
+                self._returned[result] = self._returned[x]
 
     def _measure(self, name: str, x: Tensor) -> Any:
         x = x if self._batch_first else x.transpose(0, 1)
@@ -124,7 +223,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         found = measure_attention(logits(), self._first(real), bound)
         self._number += 1
         for part in self._open.values():
-            own = name[len(part.name) :].lstrip(".") or type(self._modules[name]).__name__
+            own = part.find_own_name(name) or type(self._modules[name]).__name__
             while own in part.attention:
                 own += "'"
             part.attention[own] = found
@@ -178,6 +277,11 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
         fitting = [mask for mask in (*ours, self._real) if mask is not None and tuple(mask.shape) == (batch, m)]
         real = next(iter(fitting), None)
         return None if real is None or bool(real.all()) else real
+
+
+def locate(x: Tensor) -> tuple[int, int]:
+    """Its memory, and how often that was written: the same for the parts of one tensor."""
+    return x.untyped_storage().data_ptr(), x._version
 
 
 def find_padding_masks(batch: Any) -> dict[str, Tensor]:

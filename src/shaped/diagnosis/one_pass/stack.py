@@ -8,11 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.one_pass.quantities import NO_TOKENS, AttentionQuantities, DeadUnits, TokenQuantities
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+class Row:
+    """The class of parts that are no module: the items with one number of several lists (`find_rows`)."""
 
 
 @dataclass
@@ -25,10 +30,25 @@ class Part:
     """Is it an item of a list? Others are attributes that have a class in common with a sibling."""
     called: bool = False
     """Is it a module that is called itself? Else it ends where a module outside of it begins."""
+    items: list[str] = field(default_factory=list)
+    """Of lists that are run through together (`find_rows`): the items that began."""
+    frame: int = 0
+    """How many modules were running when it began."""
+    is_beside: bool = False
+    """Is it given the same tensors as its sibling before, as heads are that are modules of a list?"""
     inputs: tuple[Tensor, ...] = ()
     """What may be the residual stream that enters: kept until the part ends, up to the first one of a list that attends."""
+    shapes: frozenset[torch.Size] = frozenset()
+    """Of the inputs."""
+    last: Tensor | None = None
+    """What its caller has computed last, in the shape of an input: the stream, where nothing later shows it. Until the part ends."""
     entering: TokenQuantities = NO_TOKENS
     leaving: TokenQuantities = NO_TOKENS
+    summand: TokenQuantities = NO_TOKENS
+    summed: TokenQuantities = NO_TOKENS
+    """If its caller adds what it returns to something: the sum, and where `entering` is known, what it was added to."""
+    is_passed_on: bool = False
+    """Does what it returns enter its sibling as it is? Then it is the stream, and no branch, whatever else it is added to."""
     attention: dict[str, AttentionQuantities] = field(default_factory=dict)
     """By the name of the module that attends, within this part."""
     calls: set[int] = field(default_factory=set)
@@ -38,19 +58,57 @@ class Part:
     @property
     def pattern(self) -> tuple[str, type]:
         """The same for the layers of a stack: where the part lies, numbers left out, and its class."""
-        return re.sub(r"\d+", "*", self.name.rpartition(".")[0]), self.kind
+        place, lists = self.name.rpartition(".")[0], ""
+        if self.kind is Row:  # digits in the names of its lists are no numbers of layers
+            place, dot, lists = place.rpartition(".")
+            lists = dot + lists
+        return re.sub(r"\d+", "*", place) + lists, self.kind
+
+    def find_own_name(self, name: str) -> str | None:
+        """What a module or a weight is called within the part, the same in all layers; None if it is not within it."""
+        for owner in self.items if self.kind is Row else (self.name,):
+            if not owner:
+                return name
+            if name == owner or name.startswith(f"{owner}."):
+                kept = owner.rpartition(".")[0].rpartition(".")[2] if self.kind is Row else ""  # a list, without the number
+                return (kept + name[len(owner) :]).lstrip(".")
+        return None
 
 
 def find_repeated_parts(model: nn.Module) -> dict[str, bool]:
-    """Parts that may be layers, by name: items of lists (True), and attributes that have a class in common with a sibling (False)."""
+    """Parts that may be layers, by name: items of lists (True), and attributes (False).
+
+    Of attributes those that have a class in common with a sibling, and those outside of all lists, which may be called again and again.
+    """
     found: dict[str, bool] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         counts = Counter(type(child) for child in module.children())
         for own, child in module.named_children():
-            if isinstance(module, LISTS) or counts[type(child)] > 1:
+            is_outside = not any(found.get(other) for other in list_prefixes(name)) and not any(map(is_list, child.modules()))
+            if isinstance(module, LISTS) or counts[type(child)] > 1 or is_outside:
                 found[prefix + own] = isinstance(module, LISTS)
     return found
+
+
+def is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList)
+
+
+def find_rows(model: nn.Module) -> dict[str, str]:
+    """Items of lists beside each other that are equally long, by name: the name of the row that they share.
+
+    A model may run through its lists together: `for attention, feedforward in zip(self.attentions, self.feedforwards)`.
+    """
+    rows: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        lists = {own: child for own, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) > 1}
+        for length in {len(child) for child in lists.values()}:
+            names = [own for own, child in lists.items() if len(child) == length]
+            if len(names) > 1:
+                rows |= {f"{prefix}{own}.{number}": f"{prefix}{'+'.join(names)}.{number}" for own in names for number in range(length)}
+    return rows
 
 
 def list_prefixes(name: str) -> Iterator[str]:
@@ -64,9 +122,12 @@ def choose_layers(parts: Iterable[Part]) -> dict[str, list[Part]]:
 
     Around an attention there may be several repeated parts, as in Swin, T5 or a list of lists. The layer is the one that is repeated most
     often; among those, the outermost. Attributes count only where nothing with attention is in a list, and then only if repeated.
+    Heads that are modules of a list are repeated most often of all, but run beside each other: they are no layers.
     A model without such parts is one layer: its root.
     """
-    attending = [part for part in parts if part.calls]
+    attending = [part for part in parts if part.calls and (part.kind is not Row or len(part.items) > 1)]
+    visits, beside = (Counter(part.pattern for part in attending if part.is_beside or every) for every in (True, False))
+    attending = [part for part in attending if not part.name or 2 * beside[part.pattern] < visits[part.pattern]]
     items = [part for part in attending if part.in_list]
     counts = Counter(part.pattern for part in items or attending)
     if not items:
@@ -83,7 +144,17 @@ def choose_layers(parts: Iterable[Part]) -> dict[str, list[Part]]:
     for part in items:
         if id(part) in kept:
             stacks.setdefault(part.pattern, []).append(part)
+    for layers in stacks.values():
+        follow_stream(layers)
     return name_stacks(stacks)
+
+
+def follow_stream(layers: list[Part]) -> None:
+    """Where the layers are branches, x + layer(x), what is behind them is the sum."""
+    if all(part.summed.tokens for part in layers) and not any(part.is_passed_on for part in layers):
+        layers[0].entering = layers[0].summand if layers[0].summand.tokens else layers[0].entering
+        for part in layers:
+            part.leaving = part.summed
 
 
 def name_stacks(stacks: Mapping[tuple[str, type], list[Part]]) -> dict[str, list[Part]]:
@@ -99,10 +170,15 @@ def find_tokens(given: Any) -> Tensor | None:
 
 def list_tokens(given: Any) -> Iterator[Tensor]:
     """All of them: a mask that is added to logits, or the angles of positions, may come before the tokens."""
+    for x in map(Tensor.detach, iterate_features(given)):
+        yield x[None] if x.ndim == 2 else x.flatten(1, -2)
+
+
+def iterate_features(given: Any) -> Iterator[Tensor]:
+    """Floating-point tensors with at least two dimensions, as they were given."""
     for value in iterate_values(given):
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2:
-            x = value.detach()
-            yield x[None] if x.ndim == 2 else x.flatten(1, -2)
+            yield value
 
 
 def choose_entering(inputs: tuple[Tensor, ...], leaving: Tensor | None) -> Tensor:

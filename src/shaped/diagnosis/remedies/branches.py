@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shaped.diagnosis.one_pass.attention_calls import PRODUCTS
+from shaped.diagnosis.one_pass.attention_calls import PRODUCTS, SUMS
 from shaped.diagnosis.one_pass.stack import iterate_values
 from shaped.diagnosis.remedies.changes import CallChange
 from shaped.nn.attention import shaped_attention
 
 IN_PLACE = {Tensor.add_, Tensor.__iadd__}
-SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__} | IN_PLACE
 WEIGHTED = PRODUCTS | {
     *(F.linear, torch.addmm, torch.mm, Tensor.mm, F.conv1d, F.conv2d, torch.conv1d, torch.conv2d),
     *(F.scaled_dot_product_attention, shaped_attention),
