@@ -74,6 +74,37 @@ def test_padding_of_the_encoder_is_not_the_decoders():
     check_tokens(decoder.layers[0].tokens, kept[0])
 
 
+def test_padding_that_only_a_models_own_softmax_masks():
+    """Its name in the batch says nothing, and tokens there are alike."""
+
+    class Masking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+            self.logits = (self.query(x) @ x.mT).masked_fill(~tokens[:, None], -1e9)
+            self.output = x + self.logits.softmax(-1) @ x
+            return self.output
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList((Masking(), Masking()))
+
+        def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, tokens)
+            return x
+
+    torch.manual_seed(3)
+    model = Model()
+    (stack,) = observe(model, {"x": X, "tokens": ~PADDING}).stacks
+    last: Any = model.layers[1]
+    check_tokens(stack.layers[1].tokens, last.output, ~PADDING)
+    check_attention(stack.layers[1].attention["Masking"], last.logits[:, None].masked_fill(PADDING[:, None, None], -torch.inf), ~PADDING)
+
+
 @pytest.mark.parametrize(("level", "dtype"), [(-1e4, torch.float64), (-1e9, torch.float64), (-1e4, torch.bfloat16)])
 def test_masks_that_are_added_to_large_logits(level: float, dtype: torch.dtype):
     torch.manual_seed(2)

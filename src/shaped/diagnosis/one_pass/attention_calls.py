@@ -150,7 +150,8 @@ class CallWatcher(TorchFunctionMode):
                 rows = slice(start, min(start + block, Q))
                 yield rows, some[..., rows, :]
 
-        self.on_attention(None, logits, (*s.shape[:2], Q, K), math.inf)
+        seen = ~(s.amax((1, 2)) <= MASKED)[:, None, None]  # keys that some query may attend to; nan is not masked
+        self.on_attention(seen, logits, (*s.shape[:2], Q, K), math.inf)
 
     def _report_fused(
         self,
