@@ -279,7 +279,9 @@ def test_a_remedy_that_brings_another_verdict_is_not_praised():
     nothing = compare(finding, before, WEAKEN, WEAKEN.list_variants(4)[0], Attempt(None, (), "no branch"), True)[0]
     assert (nothing.outcome, nothing.removed, math.isnan(nothing.after)) == ("not tried: no branch", False, True)
     seen = make_observation(attention={"attn": replace(CALL, entropy=(math.nan,))})
-    assert not compare(finding, before, SHAPE, variant, Attempt(replace(seen, non_finite="the loss"), judge(seen)), True)[0].removed
+    for broken in (replace(seen, non_finite="the loss"), make_observation(tokens=replace(HEALTHY, correlation=math.nan))):
+        trial, decades = compare(finding, before, SHAPE, variant, Attempt(broken, judge(broken)), True)
+        assert (trial.removed, trial.outcome, decades) == (False, "tried, did not help", math.inf)  # not "nearer"
     assert variant.hf_code == "shaped.hf.shape(model, gamma=0.5)"
     assert compare(finding, before, SHAPE, variant, Attempt(seen, judge(seen)), True)[0].code == variant.hf_code
     assert compare(finding, before, SHAPE, variant, Attempt(seen, judge(seen)), False)[0].code == variant.code

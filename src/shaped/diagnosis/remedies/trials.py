@@ -160,8 +160,9 @@ def compare(
     if found.observation is not None:
         same = find_same(finding, found.findings)
         after = same.value if same else read_silent_value(finding, found.observation)
-        removed = (not same.at_risk if same else math.isfinite(after)) and not found.observation.non_finite
-        decades = same.decades if same else -math.inf
+        is_finite = math.isfinite(after) and not found.observation.non_finite  # else it is not nearer to anything
+        removed = is_finite and not (same and same.at_risk)
+        decades = (same.decades if same else -math.inf) if is_finite else math.inf
     trial = Trial(
         verdict=finding.name,
         stack=finding.stack,
