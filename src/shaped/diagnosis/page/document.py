@@ -96,7 +96,7 @@ def render_stack(stack: str, content: dict[str, Any]) -> str:
             charts.append(draw_curve(title, about, curves[name], len(layers), **extra, **options))
         if name == "entropy":
             charts.append(draw_heads("Entropy of each head", "full colour: as uniform attention", *list_heads(layers)))
-        elif name == "gradient" and any(row["gradients"] for row in layers):
+        elif name == "gradient" and any(value is not None for row in layers for value in row["gradients"].values()):
             charts.append(draw_gradients("Gradient of each matrix", "norm, logarithmic.", layers))
     columns = ["layer", "name", *(title for title, _, _ in CURVES.values())]
     rows = [[row["layer"], row["name"], *(format_cell(name, row[name]) for name in CURVES)] for row in layers]
