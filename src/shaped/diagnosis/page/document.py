@@ -40,11 +40,12 @@ def render_verdicts(name: str, content: dict[str, Any]) -> str:
     cards = "".join(render_verdict(verdict, content) for verdict in content["verdicts"])
     remark = content["remark"]
     why = f"Risk {risk:.2f}: {remark}." if remark else "No rule found a risk."
+    notices = f"{', '.join(NOTICES[:-1])} and {NOTICES[-1]}"
     none = f'<p class="card">{to_html(why)} The rules that came nearest are in the table below the curves.</p>\n'
     cards += none if remark or not cards else ""
     return (
         f'<h1>{to_html(name)}: <span class="{kind}">risk {risk:.2f}</span></h1>\n'
-        f'<p class="soft">{to_html(said)}. Risk is 1/2 or more where a threshold is reached; {" and ".join(NOTICES)} do not count.</p>\n'
+        f'<p class="soft">{to_html(said)}. Risk is 1/2 or more where a threshold is reached; {notices} do not count.</p>\n'
         f"{cards}"
     )
 
