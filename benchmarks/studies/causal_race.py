@@ -53,9 +53,9 @@ read_masked = cache(race.read_known)
 
 
 def read_masked_settings(arm: str) -> dict[str, Any]:
-    """Those of the best run of 20,000 steps in the tuning of the masked race."""
-    start = f"{STARTS.get(arm, arm)}-full-"
-    runs = [run for name, run in read_masked().items() if name.startswith(start)]
+    """Those of the best run in step 4 of the masked race's tuning: its later choices are choices here too."""
+    start = STARTS.get(arm, arm)
+    runs = [run for name, run in read_masked().items() if name.startswith(f"{start}-full-") and not race.is_later(start, name)]
     best = min(runs, key=race.read_loss)
     choices = race.read_choices(best)
     return race.set_rate(race.ARMS[arm].settings | choices, choices["lr"])

@@ -240,6 +240,17 @@ class Track:
         return loss
 
 
+def is_later(arm: str, name: str) -> bool:
+    """Is this a run of a later choice? The normalised arms have small tables too, as their third start."""
+    return arm in REFINED and name.startswith(tuple(f"{arm}-full-{label}-" for label, _ in LATER))
+
+
+def name_final(arm: str, settings: dict[str, Any], seed: int) -> str:
+    """With the later choices that were kept: the finals without them stay, whose rate may be the same."""
+    kept = [label for label, change in LATER if arm in REFINED and change.items() <= settings.items()]
+    return "-".join([arm, "final", *kept, f"{settings['lr']:g}", f"{seed}"])
+
+
 CHOSEN = ("lr", "embedding_lr", "gain_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
 
 
@@ -280,7 +291,7 @@ def main() -> None:
             print(f"{name}: {found[name]}", flush=True)
         for seed in given.seeds if given.what == "final" else ():  # seed by seed: if the time is over, the arms have equally many
             for name, settings in found.items():
-                track.measure(f"{name}-final-{settings['lr']:g}-{seed}", FINAL | settings | {"seed": seed})
+                track.measure(name_final(name, settings, seed), FINAL | settings | {"seed": seed})
     except OutOfTime as error:
         print(f"{error}: the same command goes on", flush=True)
 

@@ -147,6 +147,24 @@ def test_finals_have_the_settings_of_all_steps(race: ModuleType):
     assert [race.choose_search(what, "recover-qk") for what in ("tune", "lengthen", "refine")] == [race.tune, race.lengthen, race.refine]
 
 
+def test_finals_with_a_later_choice_are_new_runs(race: ModuleType, known: dict[str, Any]):
+    """Also where the rate stays: the finals without the choice have been made."""
+    first = {name: run for name, run in known.items() if "-tables-" not in name or not name.startswith("recover-qk-")}
+
+    def measure(name: str, settings: dict[str, Any]) -> float:
+        loss = race.find_loss(first, name, race.TUNING | settings)
+        return (3.0 if name == "recover-qk-full-tables-0.002" else 9.0) if loss is None else loss
+
+    found = race.refine("recover-qk", measure)
+    assert (found["lr"], found["embedding_std"]) == (2e-3, 0.02)
+    name = race.name_final("recover-qk", found, 1)
+    assert name == "recover-qk-final-tables-0.002-1"
+    assert race.find_loss(first, name, race.FINAL | found | {"seed": 1}) is None
+    for arm in ("recover-qk", "preln-qk"):  # the normalised arm's small tables are a start of step 4
+        tuned = race.lengthen(arm, measure)
+        assert race.find_loss(first, race.name_final(arm, tuned, 1), race.FINAL | tuned | {"seed": 1}) is not None
+
+
 def test_a_start_is_given_up_when_a_straight_line_stays_above_the_best(race: ModuleType):
     def search(goal: float, losses: dict[float, float]) -> tuple[float, list[float]]:
         made: list[float] = []
@@ -191,6 +209,19 @@ def test_causal_arms_keep_the_masked_settings_but_the_rate(causal_race: ModuleTy
         for settings in runs.values():
             made = causal_race.race.Settings.of(settings | {"data": tmp_path, "out": tmp_path})
             assert (made.objective, made.positions, made.steps, made.seed) == ("causal", "rope", 4000, 0)
+
+
+def test_later_choices_of_the_masked_race_leave_the_causal_settings(
+    causal_race: ModuleType, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    best, later = known["recover-qk-full-tuned-0.002"], dict[str, Any]()
+    for label in ("slow-gains", "tables"):
+        settings = best.settings | {"gain_lr": 0.1} if label == "slow-gains" else best.settings | {"embedding_std": 0.02}
+        run = SimpleNamespace(settings=settings, result=SimpleNamespace(test_loss=best.result.test_loss - 0.1))
+        later[f"recover-qk-full-{label}-0.002"] = run
+    monkeypatch.setattr(causal_race, "read_masked", lambda: known | later)
+    assert causal_race.read_masked_settings("recover-qk") == pytest.approx(PRESETS["best"])
+    assert causal_race.read_masked_settings("preln-qk")["embedding_std"] == 0.02  # of step 4
 
 
 def test_causal_arms_have_as_many_choices_and_finals_of_their_own(causal_race: ModuleType):
