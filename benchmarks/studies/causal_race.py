@@ -2,13 +2,14 @@
 
     python benchmarks/studies/causal_race.py tune --data data-1024 --out runs/causal --minutes 9
     python benchmarks/studies/causal_race.py choose --data data-1024 --out runs/causal --minutes 9
-    python benchmarks/studies/causal_race.py final --data data-1024 --out runs/causal --minutes 9
+    python benchmarks/studies/causal_race.py final --data data-1024 --out runs/causal --minutes 9 [--models]
     python benchmarks/studies/causal_race.py sample --out runs/causal
     python benchmarks/studies/causal_race.py context --data data-1024 --out runs/causal
     python benchmarks/studies/causal_race.py table --write
 
 A run that docs/results/causal-race*.json or the folder `--out` has already is not made again. `sample` and `context` are for the machine
-that made the finals: models are too large to keep. `context` writes context.json: the test loss by the token's position in its row.
+that made the finals: models are too large to keep. `final --models` repeats finals of earlier machines for them, under names of their own.
+`context` writes context.json: the test loss by the token's position in its row.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {  # as many for each arm; none was tri
     "preln-qk": (race.QK_GAIN, race.CLIP),
     "prerms-qk": (race.QK_GAIN, race.CLIP),
 }
+KINDS = ("final", "chosen", "repeat")  # the last is for its model alone: no table has it
 PROMPTS = ("The history of the city begins", "She opened the door and", "The experiment shows that")
 
 
@@ -167,6 +169,10 @@ def find_models(out: Path, pattern: str) -> list[Path]:
     return sorted(model.parent for model in out.glob(f"{pattern}/model.safetensors"))
 
 
+def has_model(run: Path) -> bool:
+    return (run / "model.safetensors").exists()
+
+
 def load_model(run: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -183,6 +189,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data-1024"))
     parser.add_argument("--out", type=Path, default=Path("runs/causal"))
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--models", action="store_true", help="final: repeat also those whose model is not in the folder")
     parser.add_argument("--write", action="store_true", help="table: into docs/race.md too")
     given = parser.parse_args()
     if unknown := set(given.arms) - set(ARMS):
@@ -194,7 +201,7 @@ def main() -> None:
             race_tables.write_tables(race_tables.RESULTS.parent / "race.md", tables)
     elif given.what == "sample":
         for arm in given.arms:
-            for kind in ("final", "chosen"):
+            for kind in KINDS:
                 for run in find_models(given.out, f"causal-{arm}-{kind}-*")[:1]:
                     write_sample(run)
     elif given.what == "context":
@@ -205,18 +212,26 @@ def main() -> None:
         report(given.out / "context.json", {"runs": {run.name: measure_context(run, data) for run in runs}})
     else:
         search = tune if given.what == "tune" else choose
-        _make_runs(Track(given.data, given.out, given.minutes, FILES), given.arms, search, final=given.what == "final")
+        seeds = SEEDS if given.what == "final" else ()
+        _make_runs(Track(given.data, given.out, given.minutes, FILES), given.arms, search, seeds, given.models)
 
 
-def _make_runs(track: Track, arms: tuple[str, ...], search: Callable[[str, Measure], dict[str, Any]], final: bool) -> None:
+def _make_runs(
+    track: Track, arms: tuple[str, ...], search: Callable[[str, Measure], dict[str, Any]], seeds: tuple[int, ...], models: bool
+) -> None:
     try:
         found = dict[str, dict[str, Any]]()
         for arm in arms:
             found[arm] = search(arm, track.measure)
             print(f"{arm}: {found[arm]}", flush=True)
-        for seed in SEEDS if final else ():  # seed by seed: if the time is over, the arms have equally many
+        for seed in seeds:  # seed by seed: if the time is over, the arms have equally many
             for arm, settings in found.items():
-                track.measure(name_final(arm, settings, seed), FINAL | settings | {"seed": seed, "save_model": True})
+                name = name_final(arm, settings, seed)
+                if models and name in track.known and not has_model(track.out / name):
+                    name = name.replace(f"{arm}-", f"{arm}-repeat-", 1)
+                    if not has_model(track.out / name):  # a record of an earlier repeat does not help
+                        track.known.pop(name, None)
+                track.measure(name, FINAL | settings | {"seed": seed, "save_model": True})
     except OutOfTime as error:
         print(f"{error}: the same command goes on", flush=True)
 

@@ -249,6 +249,32 @@ def test_causal_arms_have_as_many_choices_and_finals_of_their_own(causal_race: M
     assert causal_race.name_final("recover-qk", plain, 1) == "causal-recover-qk-final-0.004-1"
 
 
+def test_finals_without_their_models_are_repeated_under_another_name(causal_race: ModuleType, tmp_path: Path):
+    made: list[str] = []
+
+    def measure(name: str, settings: dict[str, Any]) -> float:
+        made.append(name)
+        return 9.0
+
+    known = causal_race.race.read_known(files=causal_race.FILES)
+    (tmp_path / "causal-preln-qk-final-0.004-1").mkdir()
+    (tmp_path / "causal-preln-qk-final-0.004-1" / "model.safetensors").touch()
+    track = SimpleNamespace(known=known | {"causal-recover-qk-repeat-final-0.008-1": None}, out=tmp_path, measure=measure)
+    starts = {arm: causal_race.read_masked_settings(arm) for arm in ("recover-qk", "preln-qk")}
+    rates = {"recover-qk": 8e-3, "preln-qk": 4e-3}
+
+    def search(arm: str, measure: Callable[..., float]) -> dict[str, Any]:
+        return causal_race.race.set_rate(starts[arm], rates[arm])
+
+    causal_race._make_runs(track, tuple(rates), search, (1,), True)
+    assert made == ["causal-recover-qk-repeat-final-0.008-1", "causal-preln-qk-final-0.004-1"]
+    assert made[0] not in track.known  # its record has no model
+    causal_race._make_runs(track, tuple(rates), search, (1,), False)
+    assert made[2:] == ["causal-recover-qk-final-0.008-1", "causal-preln-qk-final-0.004-1"]
+    repeats = {made[0]: known["causal-recover-qk-final-0.008-1"]}
+    assert causal_race.make_tables(known | repeats) == causal_race.make_tables(known)
+
+
 def test_the_loss_by_position_adds_up_to_the_loss(causal_race: ModuleType, tmp_path: Path):
     rows, config = (
         np.arange(40, dtype=np.uint16).reshape(2, 20),
