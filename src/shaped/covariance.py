@@ -20,7 +20,10 @@ def largest_safe(dtype: torch.dtype) -> float:
 
 
 def exceeds(V: Matrix, upper: float) -> Bool[Tensor, "*batch"]:
-    """Is the largest eigenvalue above `upper`?"""
+    """Is the largest eigenvalue of a positive semi-definite matrix above `upper`?"""
+    # It is at most the sum of all. On a GPU nothing is read back, so that a CUDA graph can hold this.
+    if not V.is_cuda and (V.diagonal(dim1=-2, dim2=-1).sum(-1) <= upper).all():
+        return torch.zeros(V.shape[:-2], dtype=torch.bool, device=V.device)
     # A matrix is positive definite exactly when its Cholesky factor exists: cheaper than its eigenvalues.
     eye = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
     return torch.linalg.cholesky_ex(min(upper, torch.finfo(V.dtype).max) * eye - V).info > 0
