@@ -151,6 +151,17 @@ def lower_gram(L: Float[Tensor, "*batch m m"]) -> Matrix:
     return total
 
 
+def running_means(A: Float[Tensor, "*batch k m"]) -> Float[Tensor, "*batch k m"]:
+    """In each row the means of its first entry, its first two, and so on."""
+    if is_for_blas(A):
+        total = A.cumsum(-1)
+    else:
+        total = A.clone()
+        for k in range(1, A.shape[-1]):
+            total[..., k].add_(total[..., k - 1])
+    return total.div_(torch.arange(1, A.shape[-1] + 1, dtype=A.dtype, device=A.device))
+
+
 def is_for_blas(A: Tensor) -> bool:
     """Is one call of BLAS or LAPACK faster than a loop over the columns?"""
     return A.shape[-1] > FEW or A.numel() < SMALL

@@ -9,10 +9,12 @@ from shaped.covariance import (
     correlation,
     effective_rank,
     equicorrelated,
+    exceeds,
     factor,
     gram,
     make_batch_innermost,
     product,
+    running_means,
     vech,
     weighted_mean,
 )
@@ -104,6 +106,29 @@ def test_products_for_few_and_many(m):
         assert torch.allclose(product(P, layout(B)), P @ B, atol=1e-13)
         assert torch.allclose(product(layout(A), P.mT), A @ P.mT, atol=1e-13)
         assert torch.allclose(weighted_mean(P, layout(A)), (P * A).sum(-1, keepdim=True), atol=1e-13)
+
+
+@pytest.mark.parametrize("m", [1, 2, FEW, FEW + 1])
+@pytest.mark.parametrize("layout", [torch.Tensor.contiguous, make_batch_innermost])
+def test_running_means_are_a_product_with_a_triangle(m, layout):
+    A = layout(torch.randn(1024, m, m, generator=generator(m), dtype=torch.float64))
+    P = torch.ones(m, m, dtype=torch.float64).tril() / torch.arange(1, m + 1)[:, None]
+    before = A.clone()
+    for given in (A, A.mT, A[:2]):
+        assert torch.allclose(running_means(given), given @ P.mT, atol=1e-14)
+    assert torch.equal(A, before)
+
+
+def test_exceeds():
+    """Also where the sum of the eigenvalues is above the bound, and the largest is not."""
+    V = torch.diag_embed(torch.tensor([[1.0, 1.0, 0.5], [2.0, 2.0, 2.0], [0.0, 2.5, 0.0], [0.0, 9.0, 1.0]], dtype=torch.float64))
+    turn = torch.linalg.qr(torch.randn(3, 3, generator=generator(0), dtype=torch.float64))[0]
+    V = turn @ V @ turn.mT
+    assert exceeds(V, 2.6).tolist() == [False, False, False, True]
+    assert exceeds(V, 2.2).tolist() == [False, False, True, True]
+    assert exceeds(V, 10.5).tolist() == [False] * 4
+    assert exceeds(V[:3], 6.5).tolist() == [False] * 3
+    assert exceeds(V[3], 8.5)
 
 
 def test_effective_rank():

@@ -14,7 +14,7 @@ from shaped.figures.harness import reproduce, simulator
 from shaped.figures.harness.simulator import Simulator
 from shaped.figures.pages import fig2, fig5, gradients
 from shaped.figures.shared import ensembles, laws
-from shaped.layers import attention, logits, masks
+from shaped.layers import attention, masks
 from shaped.testing.stats import generator, seed
 
 SDES = ("sde", "full", "none")  # of the page masks
@@ -202,8 +202,8 @@ def test_masks_notices_an_sde_without_attention(monkeypatch):
 
 
 def test_masks_notices_an_sde_that_ignores_the_mask(monkeypatch):
-    whole, kept = logits.resting_attention, keep("masks", "network")
-    monkeypatch.setattr(logits, "resting_attention", lambda mask, m, like: whole(None, m, like))
+    kept = keep("masks", "network")
+    monkeypatch.setattr(attention, "head_masks", lambda mask, heads: (None,) * heads)
     assert failing(compute("masks", SETTINGS["masks"], kept)) >= {"masks.first", "masks.ends"}
 
 

@@ -110,7 +110,7 @@ def test_causal_mask_is_the_bias_and_the_booleans():
     by_name = shaped.ShapedAttention(0.5, mask="causal")
     for mask in (bias_for("causal", m), torch.ones(m, m).tril().bool()):
         other = shaped.ShapedAttention(0.5, mask=mask)
-        assert torch.equal(by_name.drift(V), other.drift(V))
+        close(by_name.drift(V), other.drift(V).numpy())  # running means in place of products: equal to rounding
         assert torch.equal(by_name.Sigma(V), other.Sigma(V))
 
 

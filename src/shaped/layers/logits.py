@@ -25,6 +25,7 @@ from shaped.covariance import (
     match_layout,
     product,
     product_lower,
+    running_means,
     weighted_mean,
 )
 from shaped.layers.masks import Mask, resting_attention, same_mask
@@ -109,13 +110,21 @@ class LogitPerturbation(Term):
         return softmax_derivative(P, N)
 
     def mean_change(self, V: Matrix) -> MeanChange:
-        r"""With $C_r = P \circ c_r$ for each mode (one mode, $C = P$, without RoPE),
-        $Q = \sum_r C_r(K{\circ}V)C_r^\top - X_r - X_r^\top + (C_r K C_r^\top){\circ}(PVP^\top)$, $X_r = ((C_r K){\circ}(PV))\,C_r^\top$,
-        and with $J = K \circ \kappa(\alpha - \beta)$
+        r"""$Q = P(K{\circ}V)P^\top - X - X^\top + (P K P^\top){\circ}(PVP^\top)$ with $X = ((P K){\circ}(PV))\,P^\top$.
+
+        With RoPE $\kappa((\alpha-\delta) - (\beta-\omega)) = \sum_r c_r(\alpha-\beta)\,c_r(\delta-\omega)$: the first product, X and
+        $P K P^\top$ are sums over the modes, each of $c_r \circ K$ in place of K and times $c_r$.
+
+        With $J = K \circ \kappa(\alpha - \beta)$
         $S_2^{\alpha\delta} = K^{\alpha\alpha}(C^{\alpha\delta} - \sum_\kappa P^{\alpha\kappa} C^{\alpha\kappa})$ with
         $C^{\alpha\delta} = J^{\delta\delta} - 2 (PJ)^{\alpha\delta}$, up to terms that do not depend on $\delta$: the softmax ignores them.
         """
         P, kernel = resting_attention(self.mask, V.shape[-1], V), self.kernel(V)
+
+        def average(X: Matrix) -> Matrix:
+            """X Pᵀ. For the one row of an unmasked P this order is several times faster than P X."""
+            return running_means(X) if isinstance(self.mask, str) else product(X, P.mT)
+
         # The rows of E add up to 0, so tokens and keys may be taken less one of them. What all of them share changes neither Q nor
         # S2, but for the query's own length, and its rounding would drown what is left of them when the tokens collapse. The one must not
         # be long: the rounding of a long one, which a mask may hide, would drown the others. RoPE turns the keys by different angles,
@@ -125,17 +134,23 @@ class LogitPerturbation(Term):
             K, turned = kernel, kernel * lag_matrix(self.rope, V.shape[-1], V)
         else:
             K = turned = subtract_short(kernel) if self.qk_norm else tokens
-        PV = product(tokens, P.mT).mT  # P V, since V is symmetric; for the one row of an unmasked P this order is several times faster
-        U = product(PV, P.mT)
-        squared = None
-        for mode in self.modes(V):
-            C = P if self.rope is None else P * mode
-            W = PV if K is tokens else product(K, C.mT).mT
-            cross = product(W * PV, C.mT)
-            part = product(product(K * tokens, C.mT).mT, C.mT) - cross - cross.mT + (U if W is PV else product(W, C.mT)) * U
-            squared = part if squared is None else squared.add_(part)
-        assert squared is not None
-        PJ = PV if turned is tokens else product(turned, P.mT).mT
+        PV = average(tokens).mT  # P V, since V is symmetric
+        U = average(PV)
+
+        def find_parts(K: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+            """The three parts of Q, from the transpose of K."""
+            PK = PV if K is tokens else average(K).mT
+            return average(average(K * tokens).mT), average(PK * PV), U if PK is PV else average(PK)
+
+        if self.rope is None:
+            square, cross, outer = find_parts(K)
+        else:
+            square, cross, outer = sums = tuple(torch.zeros_like(V) for _ in range(3))
+            for mode in self.modes(V):
+                for total, part in zip(sums, find_parts(mode.mT * K), strict=True):
+                    total.addcmul_(mode, part)
+        squared = square - cross - cross.mT + outer * U
+        PJ = PV if turned is tokens else average(turned).mT
         second = torch.add(turned.diagonal(dim1=-2, dim2=-1)[..., None, :], PJ, alpha=-2.0)
         own = kernel.diagonal(dim1=-2, dim2=-1)[..., :, None]
         return MeanChange(V, kernel, squared, softmax_derivative(P, second) * (0.5 * own))
