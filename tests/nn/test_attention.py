@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from refusals import refused
 from shaped.nn import attention
-from shaped.nn.attention import running_mean
+from shaped.nn.attention import running_mean, running_mean_by_blocks
 from shaped.nn.functional import attention_matrix, shaped_attention
 from shaped.testing.stats import generator
 
@@ -246,8 +246,15 @@ def test_wrong_input_is_named(arguments, words):
         shaped_attention(usual.pop("q"), usual.pop("k"), usual.pop("v"), **usual)
 
 
+@pytest.fixture(params=["sums", "blocks"])
+def form(request, monkeypatch):
+    """Running means as on a CPU, and as on a GPU."""
+    if request.param == "blocks":
+        monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+
+
 @pytest.mark.parametrize("m", [1, 63, 64, 65, 200])
-def test_running_mean(m):
+def test_running_mean(m, form):
     v = torch.randn(2, 3, m, 4, generator=generator(103), dtype=torch.float64)
     exact = v.cumsum(-2) / torch.arange(1, m + 1)[:, None]
     assert torch.allclose(running_mean(v, v.dtype), exact, rtol=1e-12, atol=1e-13)
@@ -255,8 +262,15 @@ def test_running_mean(m):
     assert (half.double() - exact).abs().max() < 0.02
 
 
+def test_few_tokens_need_no_block_on_a_cpu(monkeypatch):
+    """Eight tokens took as long as 64."""
+    monkeypatch.setattr(attention, "running_mean_by_blocks", None)
+    v = torch.randn(1, 2, 8, 4, generator=generator(105))
+    assert torch.allclose(shaped_attention(v, v, v, is_causal=True)[:, :, 0], v[:, :, 0])
+
+
 @pytest.mark.parametrize("m", [3, 200])
-def test_running_mean_of_what_is_no_padding(m):
+def test_running_mean_of_what_is_no_padding(m, form):
     g = generator(104)
     v, real = torch.randn(2, 3, m, 4, generator=g, dtype=torch.float64), torch.rand(2, 1, m, 1, generator=g) < 0.5
     real[0, :, :2], real[1, :, 0] = False, True
@@ -302,10 +316,12 @@ def test_half_precision_does_not_overflow():
     mask = torch.ones(1, 1, 1, 2048, dtype=torch.bool)
     assert (shaped_attention(0 * v, 0 * v, v, attn_mask=mask) - 40.0).abs().max() < 0.1
     large = torch.full((1, 1, 200, 4), 1100.0).half()
-    assert (running_mean(large, torch.float32) - 1100.0).abs().max() <= 1.0
+    counts = torch.arange(1, 201)[:, None]
+    for found in (running_mean(large, torch.float32), running_mean_by_blocks(large, torch.float32, counts)):
+        assert (found - 1100.0).abs().max() <= 1.0
 
 
-def test_the_future_does_not_reach_back():
+def test_the_future_does_not_reach_back(form):
     v = torch.ones(1, 1, 128, 1)
     v[..., 127, :] = 1e10
     assert torch.allclose(running_mean(v, v.dtype)[..., :127, :], torch.ones(1, 1, 127, 1))

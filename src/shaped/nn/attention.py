@@ -128,19 +128,24 @@ def _centre_values(q: Tensor, v: Tensor, attn_mask: Tensor | None, causal: bool,
     return scaled_dot_product_attention(zero_queries, zero_keys, v, attn_mask=attn_mask, enable_gqa=heads > v.shape[-3])
 
 
-def running_mean(v: Tensor, accumulator: torch.dtype, not_padding: Tensor | None = None, block: int = 64) -> Tensor:
+def running_mean(v: Tensor, accumulator: torch.dtype, not_padding: Tensor | None = None) -> Tensor:
     """The mean over each token and all tokens before it. With `not_padding`, [..., m, 1], over those that are True; 0 if none is.
 
-    Sums within blocks are products with a triangle of ones: on a GPU a cumulative sum along this dimension is several times slower.
-    There are few blocks, and their sums are cumulated. `accumulator` is the dtype of these sums.
+    `accumulator` is the dtype of the sums.
     """
-    m = v.shape[-2]
     if not_padding is None:
-        counts = torch.arange(1, m + 1, device=v.device, dtype=accumulator)[:, None]
+        counts = torch.arange(1, v.shape[-2] + 1, device=v.device, dtype=accumulator)[:, None]
     else:
         v, counts = v * not_padding, not_padding.cumsum(-2, dtype=accumulator).clamp(min=1.0)
-    if is_exporting():  # blocks would fix the length of the exported program
+    if v.is_cpu or is_exporting():  # blocks would fix the length of the exported program
         return (v.cumsum(-2, dtype=accumulator) / counts).to(v.dtype)
+    return running_mean_by_blocks(v, accumulator, counts)
+
+
+def running_mean_by_blocks(v: Tensor, accumulator: torch.dtype, counts: Tensor, block: int = 64) -> Tensor:
+    """The running sums over `counts`. Sums within blocks are products with a triangle of ones: on a GPU a cumulative sum along this
+    dimension is several times slower, and on a CPU it is the faster one. There are few blocks, and their sums are cumulated."""
+    m = v.shape[-2]
     blocks = torch.nn.functional.pad(v, (0, 0, 0, -m % block)).unflatten(-2, (-1, block))
     # Divided by `block`: the sums themselves would overflow float16.
     within = (v.new_ones(block, block).tril() / block) @ blocks
