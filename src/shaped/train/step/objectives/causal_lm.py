@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shaped.hf.models import ShapedForCausalLM
@@ -18,9 +17,6 @@ from shaped.train.step.objectives.losses import Loss
 
 class CausalLoss(Loss):
     """Cross-entropy of the next token. Logits are computed in chunks, so that they are never in memory at once."""
-
-    def __init__(self, model: ShapedForCausalLM, compile: str = "off", stream: torch.dtype = torch.float32):
-        super().__init__(model, model.model, compile, stream)
 
     def forward(self, ids: Tensor, labels: Tensor, count: Tensor, positions: Tensor | None = None) -> Tensor:
         """The sum over the labels, divided by `count`. With `positions`, which restart at each document, documents are kept apart.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from shaped.hf.models import ShapedForSequenceClassification
 from shaped.train.data.batches import Batches
 from shaped.train.step.objectives.losses import Loss
 
@@ -31,9 +29,6 @@ class ExampleBatches(Batches):
 
 class ClassifierLoss(Loss):
     """Cross-entropy of a classifier of texts that are padded to one length."""
-
-    def __init__(self, model: ShapedForSequenceClassification, compile: str = "off", stream: torch.dtype = torch.float32):
-        super().__init__(model, model.model, compile, stream)
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         return self._run["head"](self.encode(ids, mask[:, None, None, :]), mask, labels)

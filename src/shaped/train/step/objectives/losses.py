@@ -21,10 +21,11 @@ class Loss(nn.Module, ABC):
     fused block takes the place of a compiled one. `stream` is the dtype of the tokens between the blocks.
     """
 
-    def __init__(self, model: nn.Module, body: ShapedModel, compile: str = "off", stream: torch.dtype = torch.float32):
+    def __init__(self, model: Any, compile: str = "off", stream: torch.dtype = torch.float32):
+        """`model`: a model of `shaped.hf` with a head."""
         super().__init__()
-        self.stream = stream
-        self.model: Any = model
+        self.stream, self.model = stream, model
+        body: ShapedModel = model.model
         self.embedding, self.final, self.rotate = body.embedding, body.norm, body.rotate
         run = (lambda part: torch.compile(part, dynamic=False, fullgraph=True)) if compile == "blocks" else (lambda part: part)
         blocks: list[Any] = [layer.block for layer in body.layers]

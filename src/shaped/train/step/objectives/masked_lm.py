@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -17,9 +16,6 @@ from shaped.train.step.objectives.losses import Loss
 
 class MaskedLoss(Loss):
     """Cross-entropy of masked language modelling. The last feed-forward branch and the vocabulary's matrix see the masked places alone."""
-
-    def __init__(self, model: ShapedForMaskedLM, compile: str = "off", stream: torch.dtype = torch.float32):
-        super().__init__(model, model.model, compile, stream)
 
     def forward(self, ids: Tensor, places: Tensor, labels: Tensor) -> Tensor:
         return self._run["head"](self.encode(ids, places=places), labels)
