@@ -81,11 +81,11 @@ def predict(
     from shaped.hf.prediction.families import read_config
     from shaped.hf.prediction.simulation import predict as run
     from shaped.hf.prediction.simulation import prepare, read_tokens
-    from shaped.hf.prediction.stock_shaping import read_settings
+    from shaped.hf.shaping import read_arguments
 
     given, shaping = read_start(tokens), read_shape(shape, gamma=gamma, gamma1=gamma1, gamma2=gamma2, tau0=tau0)
     read_tokens(given)  # these two refuse what is wrong for every config
-    read_settings("shape", shaping or {})
+    read_arguments("shape", shaping or {})
     read = []
     for path in configs:
         with naming(path if len(configs) > 1 else None):

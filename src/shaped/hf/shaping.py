@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shaped.checks import SINGLE, check_bool, finite, positive
+from shaped.checks import SINGLE, check_bool, finite, positive, quote
 from shaped.hf.attention import NAME, adds_to_masks, bypasses_interface, find_other_softmax, find_self_attentions
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn import blocks
@@ -74,10 +75,16 @@ def check_settings(
 
 def read_settings(config: PreTrainedConfig) -> dict[str, Any]:
     """The settings in a config, checked: its file may have been written by hand. Configs of earlier versions have no gamma."""
-    settings, names = getattr(config, "shaped", None), inspect.signature(check_settings).parameters
-    if not isinstance(settings, dict) or not {*names, "instead_of"} >= settings.keys():
-        raise ValueError(f"shaped of a config must be an object with some of {', '.join(names)}, as shape writes it, got {settings!r}")
-    return check_settings(**{name: value for name, value in settings.items() if name in names})
+    return read_arguments("shaped", getattr(config, "shaped", None), "instead_of")
+
+
+def read_arguments(name: str, given: Any, *more: str) -> dict[str, Any]:
+    """Arguments of `shape`, checked, with defaults for the others. What it does not know is refused; `more` are entries without effect."""
+    known = inspect.signature(check_settings).parameters
+    unknown = [key for key in given if key not in (*known, *more)] if isinstance(given, Mapping) else [given]
+    if unknown:
+        raise ValueError(f"{name} must have the arguments of shaped.hf.shape, {', '.join(known)}, got {quote(unknown[0])}")
+    return check_settings(**{key: value for key, value in given.items() if key in known})
 
 
 def find_temperature(tau0: float | None, n: int) -> float:
@@ -130,13 +137,14 @@ def install_gains(model: PreTrainedModel) -> None:
         module.__dict__["shaped_branch"] = settings["gamma"]
 
 
-def has_gains_of_config(model: nn.Module, config: object) -> bool:
+def has_gains_of_config(model: nn.Module, config: PreTrainedConfig) -> bool:
     """Does every self-attention of a stock model start with the gains of its config? Not if some were replaced or taken away by hand."""
     if getattr(config, "_attn_implementation", None) != NAME or isinstance(config, ShapedConfig):
         return True
-    settings, attentions = getattr(config, "shaped", None), find_self_attentions(model).values()
-    if not settings:
+    attentions = find_self_attentions(model).values()
+    if not getattr(config, "shaped", None):
         return not any(hasattr(module, "shaping") for module in attentions)
+    settings = read_settings(config)
     expected = {(settings["gamma1"], settings["gamma2"])}
     return all({part.start for part in module.modules() if isinstance(part, AttentionShaping)} == expected for module in attentions)
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import families
 import family_gradients
@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, Gemma2Config, GPT2Conf
 
 from refusals import refused
 from shaped.hf import Prediction, ShapedConfig, predict, shape
+from shaped.hf.shaping import has_gains_of_config
 from shaped.testing.stats import Z, assert_rejected, seed
 
 IDS = families.make_ids(6)
@@ -93,11 +94,14 @@ def test_every_way_to_shape_a_model_has_the_same_prediction(tmp_path: Path):
     assert torch.equal(off.rho, plain.rho)
 
 
-def test_configs_of_earlier_versions_have_no_weight_of_the_branch():
-    config = families.shape_stock(LlamaConfig(**TINY), gamma=1.0)
-    expected = predict(config, 4, samples=2).rho
-    del cast(Any, config).shaped["gamma"]
+def test_entries_that_a_config_lacks_have_the_defaults_of_shape():
+    """As in the model itself: configs of earlier versions have no gamma, and one may be written by hand."""
+    config: Any = families.shape_stock(LlamaConfig(**TINY))
+    config.shaped = {"gamma1": 0.5}
+    expected = predict(LlamaConfig(**TINY), 4, samples=2, shape={"gamma1": 0.5}).rho
     assert torch.equal(predict(config, 4, samples=2).rho, expected)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="shaped")
+    assert has_gains_of_config(model, model.config)  # `diagnose` asks
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,6 @@ def test_shapes_that_are_not_in_the_law_are_refused(tmp_path: Path):
         predict(dropped, 4, samples=2)
     for entries, words in (
         ({"gamma1": 1.0, "sinks": 2}, ["shaped must have the arguments", "'sinks'"]),
-        ({"gamma1": 1.0}, ["shaped must have tau0, as shaped.hf.shape writes it"]),
         ("yes", ["shaped must have the arguments", "'yes'"]),
     ):
         config = {"model_type": "llama", "attn_implementation": "shaped", "shaped": entries} | TINY
