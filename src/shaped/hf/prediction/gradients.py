@@ -18,7 +18,7 @@ from shaped.gradients.products import Products
 from shaped.hf.prediction.embeddings import Start
 from shaped.hf.prediction.parts import Block, Network
 from shaped.hf.prediction.threads import Report, run_blocks
-from shaped.layers import AttentionBranch, FeedForwardBranch, Sizes
+from shaped.layers import AttentionBranch, FeedForwardBranch, Norm, Sizes
 from shaped.randomness import Stream
 
 STREAM_ENTRIES, LOGIT_ENTRIES, BLOCK_SAMPLES = 2**19, 2**22, 64
@@ -37,8 +37,8 @@ class GradientSimulation:
 
     network: Network
     start: Start
-    embedded: bool
-    """Do tokens pass the embedding's norm? Not where their covariance is given."""
+    norm: Norm | None
+    """That of the embedding; None also where the tokens' covariance is given."""
     m: int
     samples: int
     seed: int
@@ -77,9 +77,8 @@ class GradientSimulation:
         products, head = Products(forward, back), self.network.head
         like = torch.empty(batch, 1, 1, dtype=self.dtype, device=self.device)
         X, rows = self.start.draw_tokens_and_rows(like, self.network.width, forward)
-        norm = self.network.embedding.norm
-        if norm is not None and self.embedded:
-            X = norm.apply(X)
+        if self.norm is not None:
+            X = self.norm.apply(X)
         labels = head.draw_labels(batch, self.m, forward.generator)
         found = backpropagate_chain(self.make_layers(like), X, products, partial(head.find_loss, labels, rows), advance)
         parts = {**found.weights, "tokens": found.tokens, "loss": found.loss, "V": gram(found.last).permute(1, 2, 0)}

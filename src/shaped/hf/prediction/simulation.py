@@ -23,7 +23,7 @@ from shaped.hf.prediction.parts import Network
 from shaped.hf.prediction.result import Prediction
 from shaped.hf.prediction.stock_shaping import read_shaping
 from shaped.hf.prediction.threads import Report, run_blocks
-from shaped.layers import Normalise, Sizes
+from shaped.layers import Norm, Sizes
 from shaped.process import count_cores
 from shaped.randomness import Stream
 
@@ -68,7 +68,8 @@ def predict(
     threads = count_cores() if threads is None else whole_number("threads", threads)
     with torch.device("cpu"):  # not on the caller's default device
         m, kind, network, start = prepare(read, tokens)
-    simulation = Simulation(network, start, m, kind != "covariance", seed, dtype, where)
+    norm = None if kind == "covariance" else network.embedding.norm
+    simulation = Simulation(network, start, norm, m, seed, dtype, where)
     quantities = simulation.run(samples, threads, progress)
     info = {
         "name": name_model(read),
@@ -83,9 +84,7 @@ def predict(
         "path": "tokens" if simulation.needs_tokens else "gram",
         "dtype": str(dtype).removeprefix("torch."),
     }
-    gradients = GradientSimulation(
-        network, start, kind != "covariance", m, samples, seed, dtype, where, threads, progress, name_model(read)
-    )
+    gradients = GradientSimulation(network, start, norm, m, samples, seed, dtype, where, threads, progress, name_model(read))
     return Prediction(**quantities, info=info, gradient_source=gradients)
 
 
@@ -135,22 +134,17 @@ class Simulation:
 
     network: Network
     start: Start
+    norm: Norm | None
+    """That of the embedding; None also where the tokens' covariance is given."""
     m: int
-    embedded: bool
-    """Do tokens pass the embedding's norm? Not where their covariance is given."""
     seed: int
     dtype: torch.dtype
     device: torch.device
 
     @property
-    def norm(self) -> Normalise | None:
-        norm = self.network.embedding.norm
-        return Normalise(norm) if norm is not None and self.embedded else None
-
-    @property
     def needs_tokens(self) -> bool:
         """Single features are needed by some norms, and where there are fewer of them than tokens."""
-        by_norm = self.norm is not None and self.norm.needs_tokens
+        by_norm = self.norm is not None and self.norm.needs_features
         return by_norm or self.m > self.network.width or any(layer.needs_tokens for block in self.network.blocks for layer in block)
 
     def run(self, samples: int, threads: int, progress: bool | None) -> dict[str, Tensor]:
@@ -166,7 +160,7 @@ class Simulation:
         sizes, by_tokens = Sizes(n), self.needs_tokens
         state: Any = (self.start.draw_tokens if by_tokens else self.start.draw_gram)(like, n, stream)
         if self.norm is not None:
-            state = (self.norm.advance_tokens if by_tokens else self.norm.advance_gram)(state, sizes, stream)
+            state = self.norm.apply(state) if by_tokens else Point(matrix=self.norm.rescale(state.V))
         stages, entropies = [measure(state)], []
         for layers in self.network.blocks:
             seen: dict[str, Tensor] = {}
