@@ -17,6 +17,7 @@ from shaped.hf.prediction.parts import (
     make_head,
     make_projections,
     read_activation,
+    read_optional,
     read_padding,
     read_positive,
     read_rope,
@@ -35,7 +36,7 @@ def describe_gpt2(config: PreTrainedConfig, m: int) -> Network:
     sizes = Sizes.read(config)
     n, std, out = sizes.n, sizes.std, scale_depth(sizes.std, sizes.depth)
     norm = Norm("layer", eps=read_positive(config, "layer_norm_epsilon"))
-    hidden = 4 * n if getattr(config, "n_inner", None) is None else read_whole(config, "n_inner")
+    hidden = read_optional(read_whole, config, "n_inner") or 4 * n
     feedforward = FeedForwardBranch(hidden, Weights(std), Weights(out), read_activation(config, "activation_function"))
 
     def block(layer: int) -> Block:
@@ -75,8 +76,7 @@ def describe_llama(config: PreTrainedConfig, m: int) -> Network:
 
 def describe_mistral(config: PreTrainedConfig, m: int) -> Network:
     """Llama with a sliding window in every layer."""
-    window = None if getattr(config, "sliding_window", None) is None else read_whole(config, "sliding_window")
-    return describe_rms_decoder(config, window=window)
+    return describe_rms_decoder(config, window=read_optional(read_whole, config, "sliding_window"))
 
 
 def describe_qwen2(config: PreTrainedConfig, m: int) -> Network:
@@ -97,17 +97,16 @@ def describe_olmo2(config: PreTrainedConfig, m: int) -> Network:
 def describe_gemma2(config: PreTrainedConfig, m: int) -> Network:
     """Norms before and after each branch, soft caps, windows by layer, embeddings times sqrt(n). Norms multiply by 1 + w; w starts at 0."""
     refuse(config, "use_bidirectional_attention")
-    cap = None if getattr(config, "attn_logit_softcapping", None) is None else read_positive(config, "attn_logit_softcapping")
+    cap = read_optional(read_positive, config, "attn_logit_softcapping")
     if config._attn_implementation == "sdpa":  # transformers' fused attention leaves the soft cap out
         cap = None
-    last_cap = None if getattr(config, "final_logit_softcapping", None) is None else read_positive(config, "final_logit_softcapping")
     return describe_rms_decoder(
         config,
         window="by layer",
         post=True,
         scale=read_positive(config, "query_pre_attn_scalar") ** -0.5,
         softcap=cap,
-        last_softcap=last_cap,
+        last_softcap=read_optional(read_positive, config, "final_logit_softcapping"),
         activation="hidden_activation",
         embedding_scale=read_whole(config, "hidden_size") ** 0.5,
     )
@@ -130,8 +129,8 @@ def describe_rms_decoder(
     check_causal(config)
     sizes = Sizes.read(config)
     std = sizes.std
-    head_width = sizes.head_width if getattr(config, "head_dim", None) is None else read_whole(config, "head_dim")
-    key_heads = sizes.heads if getattr(config, "num_key_value_heads", None) is None else read_whole(config, "num_key_value_heads")
+    head_width = read_optional(read_whole, config, "head_dim") or sizes.head_width
+    key_heads = read_optional(read_whole, config, "num_key_value_heads") or sizes.heads
     if sizes.heads % key_heads:
         raise ValueError(f"num_key_value_heads must divide num_attention_heads, {sizes.heads}, got {key_heads}")
     norm = Norm("rms", eps=read_positive(config, "rms_norm_eps"))

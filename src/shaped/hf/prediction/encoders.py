@@ -22,6 +22,7 @@ from shaped.hf.prediction.parts import (
     make_head,
     make_projections,
     read_activation,
+    read_optional,
     read_padding,
     read_positive,
     read_rope,
@@ -119,7 +120,7 @@ def describe_vit(config: PreTrainedConfig, m: int) -> Network:
     """Pre-LN on the class token and the patches of an image of white noise."""
     sizes = Sizes.read(config)
     weights, norm = Weights(sizes.std), Norm("layer", eps=read_positive(config, "layer_norm_eps"))
-    head_width = sizes.head_width if getattr(config, "head_dim", None) is None else read_whole(config, "head_dim")
+    head_width = read_optional(read_whole, config, "head_dim") or sizes.head_width
     attention = AttentionBranch(sizes.heads, head_width, **make_projections(sizes.std))
     feedforward = FeedForwardBranch(read_whole(config, "intermediate_size"), weights, weights, read_activation(config, "hidden_act"))
     block = ResidualBlock(attention, norm=norm), ResidualBlock(feedforward, norm=norm)

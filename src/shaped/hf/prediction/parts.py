@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -32,6 +33,7 @@ ACTIVATIONS = {
 """transformers' names of activations, and ours."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+Read = TypeVar("Read")
 
 
 Block = tuple[ResidualBlock, ...]
@@ -75,6 +77,11 @@ def read_whole(config: PreTrainedConfig, name: str, least: int = 1) -> int:
 
 def read_positive(config: PreTrainedConfig, name: str) -> float:
     return positive(name, getattr(config, name, None))
+
+
+def read_optional(read: Callable[[PreTrainedConfig, str], Read], config: PreTrainedConfig, name: str) -> Read | None:
+    """The field by `read`; None where the config has none."""
+    return None if getattr(config, name, None) is None else read(config, name)
 
 
 def refuse(config: PreTrainedConfig, *names: str) -> None:
