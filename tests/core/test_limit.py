@@ -132,18 +132,7 @@ def draw_changes(steps: int, pairs: int) -> torch.Tensor:
     h, terms = 0.5 / steps, [term.stopping_at(UPPER) for term in TRANSFORMER.terms]
     half = ConeSteps(tuple(term.halved() for term in terms), h / 2)
     process = HalvedSteps(ConeSteps(tuple(terms), h), half, engine.Bounds(UPPER, None))
-    options = engine.RunOptions(
-        samples=2 * pairs,
-        seed=seed(22),
-        record="last",
-        upper=UPPER,
-        lower=None,
-        device="cpu",
-        dtype=torch.float64,
-        chunk=None,
-        executor=None,
-        progress=None,
-    )
+    options = engine.RunOptions(samples=2 * pairs, seed=seed(22), record="last", upper=UPPER, device="cpu", dtype=torch.float64)
     paths = engine.run(process, shaped.equicorrelated(2, 0.4), options, steps=steps, dt=h, info={})
     squares = paths.rho[-1, :, 0, 1] ** 2
     return squares[1::2] - squares[::2]

@@ -69,10 +69,8 @@ def backpropagate(
         seed=seed,
         record="last",
         upper=upper,
-        lower=None,
         device=device,
         dtype=dtype,
-        chunk=None,
         executor=executor,
         progress=progress,
     )
