@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 
 from shaped.compare import Distance
 from shaped.files import replace_non_finite
+from shaped.intervals import Z
 from shaped.intervals import share_interval as share_of
 
 Row = dict[str, Any]
@@ -147,13 +148,12 @@ def student(degrees: int) -> float:
     """
     if degrees <= 2:
         return (math.tan(0.475 * math.pi), 0.95 * math.sqrt(2.0 / (1.0 - 0.95**2)))[degrees - 1]
-    z = 1.959964
     powers = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (Z**3 + Z) / 4,
+        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
+        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
     )
-    return z + sum(power / degrees ** (k + 1) for k, power in enumerate(powers))
+    return Z + sum(power / degrees ** (k + 1) for k, power in enumerate(powers))
 
 
 def share_interval(happened: Bool[np.ndarray, " sample"]) -> tuple[float, Interval]:
@@ -168,6 +168,14 @@ def mean_interval(values: Float[np.ndarray, " sample"]) -> tuple[float, Interval
     mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
     reach = student(len(values) - 1) * error
     return mean, (mean - reach, mean + reach)
+
+
+def find_rise(before: Float[np.ndarray, " 3"], after: Float[np.ndarray, " 3"]) -> tuple[float, Interval]:
+    """From one estimate to the next, each with the ends of its interval. They are independent: half-widths add in quadrature."""
+    value = float(after[0] - before[0])
+    down = float(np.hypot(after[0] - after[1], before[2] - before[0]))
+    up = float(np.hypot(after[2] - after[0], before[0] - before[1]))
+    return value, (value - down, value + up)
 
 
 def bootstrap_interval(values: np.ndarray, statistic: Callable[[np.ndarray], float], seed: int) -> tuple[float, Interval]:

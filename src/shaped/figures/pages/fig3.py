@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shaped.compare import compare
-from shaped.figures.harness.claims import bootstrap_interval, judge, judge_agreement
+from shaped.figures.harness.claims import bootstrap_interval, find_rise, judge, judge_agreement
 from shaped.figures.harness.page import Result
 from shaped.figures.harness.simulator import Simulator
 from shaped.figures.shared.density import correlation_density, pairs
@@ -102,27 +102,21 @@ def percentile_interval(rho: np.ndarray, seed: int) -> tuple[float, float, float
     return value, low, high
 
 
-def difference(above: np.ndarray, below: np.ndarray) -> tuple[float, tuple[float, float]]:
-    """Of two independent percentiles, each a value and its interval."""
-    value = above[0] - below[0]
-    return value, (value - np.hypot(above[0] - above[1], below[2] - below[0]), value + np.hypot(above[2] - above[0], below[0] - below[1]))
-
-
 def judge_rise(m: int, high: np.ndarray) -> dict[str, Any]:
     words = "alignment becomes likelier as γ grows: rise of the 95th percentile of |ρ| from the smallest γ to 1"
-    return judge("fig3.rise", m, words, *difference(high[-1], high[0]), at_least=0.0)
+    return judge("fig3.rise", m, words, *find_rise(high[0], high[-1]), at_least=0.0)
 
 
 def judge_smallest_step(m: int, high: np.ndarray) -> dict[str, Any]:
     words = "and does so at each step in γ: smallest rise of the 95th percentile of |ρ| between neighbours"
-    value, interval = min((difference(after, before) for before, after in pairwise(high)), key=lambda found: found[1][0])
+    value, interval = min((find_rise(before, after) for before, after in pairwise(high)), key=lambda found: found[1][0])
     return judge("fig3.step", m, words, value, interval, at_least=-NO_FALL)
 
 
 def judge_gap(m: int, high: dict[str, np.ndarray]) -> dict[str, Any]:
     words = "the SDE has the network's percentiles: largest difference over γ"
     both = zip(high["network"], high["sde"], strict=True)
-    found = [difference(one, other) if one[0] >= other[0] else difference(other, one) for one, other in both]
+    found = [find_rise(other, one) if one[0] >= other[0] else find_rise(one, other) for one, other in both]
     return judge("fig3.percentile", m, words, *max(found, key=lambda entry: entry[1][1]), at_most=CLOSE)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Float
 
-from shaped.figures.harness.claims import bootstrap_interval
+from shaped.figures.harness.claims import bootstrap_interval, find_rise
 from shaped.figures.shared.ensembles import Ensemble
 from shaped.layers import ShapedAttention
 
@@ -78,17 +78,9 @@ def estimate_median(times: Float[np.ndarray, " sample"], seed: int) -> tuple[flo
 
 def find_largest_rise(medians: Float[np.ndarray, "step 3"]) -> tuple[float, tuple[float, float]]:
     """Of medians with their intervals: the rise between neighbours whose interval reaches highest; 0 if all fall."""
-    rises = [rise(before, after) for before, after in pairwise(medians)]
+    rises = [find_rise(before, after) for before, after in pairwise(medians)]
     value, (low, high) = max(rises, key=lambda entry: entry[1][1])
     return max(0.0, value), (max(0.0, low), max(0.0, high))
-
-
-def rise(before: Float[np.ndarray, " 3"], after: Float[np.ndarray, " 3"]) -> tuple[float, tuple[float, float]]:
-    """From one median to the next. They are independent, so the half-widths of their intervals add in quadrature."""
-    value = float(after[0] - before[0])
-    down = float(np.hypot(after[0] - after[1], before[2] - before[0]))
-    up = float(np.hypot(after[2] - after[0], before[0] - before[1]))
-    return value, (value - down, value + up)
 
 
 def difference(more: Float[np.ndarray, " 3"], less: Float[np.ndarray, " 3"]) -> tuple[float, tuple[float, float]]:
