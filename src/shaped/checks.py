@@ -15,12 +15,15 @@ LARGEST = 2**53  # floats represent every whole number up to this exactly
 SINGLE = 1e30  # its product with a large feature still fits into float32
 
 
-def quote(value: Any, most: int = 200) -> str:
-    """What an error says that it got, in one line: arrays, modules and the like have a repr of many. A large array is told by its shape."""
+def quote(value: Any) -> str:
+    """What an error says that it got, in one line of at most 200 characters: arrays, modules and the like have a repr of many lines.
+
+    A large array is told by its shape.
+    """
     text = " ".join(repr(value).split())
     if len(text) > 80 and isinstance(value, Tensor | np.ndarray):
         return f"{type(value).__name__} of shape {list(value.shape)}"
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: float = LARGEST) -> int:
@@ -121,7 +124,7 @@ def as_tensor(name: str, value: Any) -> Tensor:
         array = np.array(value)  # a copy: torch refuses views with negative strides and read-only arrays
         return torch.from_numpy(array.astype(np.float64) if array.dtype == np.longdouble else array)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} must be numbers in the shape of a matrix, got {' '.join(repr(value).split())[:60]}") from None
+        raise ValueError(f"{name} must be numbers in the shape of a matrix, got {quote(value)}") from None
 
 
 def check_device(device: Any) -> torch.device:

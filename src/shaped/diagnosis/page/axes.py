@@ -77,14 +77,14 @@ def place_stage(stage: float, depth: int) -> float:
     return LEFT + stage / max(depth, 1) * (WIDTH - LEFT - RIGHT)
 
 
-def draw_layers(depth: int, height: float = HEIGHT) -> str:
+def draw_layers(depth: int) -> str:
     """Numbers of some layers, below."""
     step = max(1, round(choose_step(depth / 6))) if depth > 6 else 1
     numbers = "".join(
-        f'<text x="{place_stage(stage, depth):.1f}" y="{height - 17:.1f}" text-anchor="middle">{stage}</text>'
+        f'<text x="{place_stage(stage, depth):.1f}" y="{HEIGHT - 17:.1f}" text-anchor="middle">{stage}</text>'
         for stage in range(0, depth + 1, step)
     )
-    return f'{numbers}<text x="{WIDTH - RIGHT:.1f}" y="{height - 4:.1f}" text-anchor="end">layer</text>'
+    return f'{numbers}<text x="{WIDTH - RIGHT:.1f}" y="{HEIGHT - 4:.1f}" text-anchor="end">layer</text>'
 
 
 def draw_axis(axis: Axis) -> str:

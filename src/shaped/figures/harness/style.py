@@ -77,7 +77,7 @@ def draw_line_key(axes: Axes, **how: Any) -> None:
     axes.add_artist(axes.legend(handles=handles, **how))
 
 
-def draw_densities(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: str, colour: Any = BLUE) -> None:
+def draw_densities(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: str) -> None:
     """Histograms and kernel density estimates of network and SDE, in one panel."""
     tallest = 0.0
     for face, title in FACE_NAMES.items():
@@ -87,13 +87,13 @@ def draw_densities(axes: Axes, arrays: dict[str, np.ndarray], name: str, label: 
             arrays[f"{key}_heights"],
             arrays[f"{key}_edges"],
             fill=solid,
-            color=colour if solid else BLACK,
+            color=BLUE if solid else BLACK,
             alpha=0.22 if solid else 0.45,
             linewidth=0 if solid else 0.5,
             label=f"{title}, histogram",
         )
         grid, density = arrays[f"{key}_grid"], arrays[f"{key}_density"]
-        axes.plot(grid, density, LINES[face], color=colour if solid else BLACK, linewidth=1.6 if solid else 1.0, label=title)
+        axes.plot(grid, density, LINES[face], color=BLUE if solid else BLACK, linewidth=1.6 if solid else 1.0, label=title)
         tallest = max(tallest, arrays[f"{key}_heights"].max(), density[np.abs(grid) < 0.96].max(initial=0.0))
     # Near the ends of a correlation's range there may be a spike of few samples, which is not to choose the axis.
     axes.set(xlabel=label, ylabel="density", ylim=(0, 1.05 * tallest if name.startswith("rho") else None))

@@ -31,10 +31,10 @@ def pairs(V: Float[np.ndarray, "*batch m m"]) -> Float[np.ndarray, "*batch pair"
     return V[..., rows, columns]
 
 
-def joint_densities(name: str, samples: dict[str, Float[np.ndarray, " _"]], bins: int = 32) -> dict[str, np.ndarray]:
+def joint_densities(name: str, samples: dict[str, Float[np.ndarray, " _"]]) -> dict[str, np.ndarray]:
     """`densities` of several samples over one common range; keys are {name}_{sample}_…"""
     pooled = np.concatenate(list(samples.values()))
-    return {key: array for which, x in samples.items() for key, array in densities(f"{name}_{which}", x, bins, pooled).items()}
+    return {key: array for which, x in samples.items() for key, array in densities(f"{name}_{which}", x, 32, pooled).items()}
 
 
 def densities(
