@@ -44,7 +44,7 @@ class WatchLog:
 
 
 def open_writer(folder: Path, start: int) -> Any:
-    """None where tensorboard is not installed."""
+    """A writer of TensorBoard files; what earlier ones have from step `start` on is dropped. None where tensorboard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from shaped.files import append_lines, check_entries, parse_json, read_json_lines, replace_non_finite, write_lines
 from shaped.process import suggest_install
+from shaped.watching.log import open_writer
 
 LINES: dict[str, dict[str, Any]] = {
     "train": {"loss": float, "count": int},
@@ -37,7 +38,9 @@ class Metrics:
             log(f"{self.path} has {len(kept)} of the {expected} lines that were written up to step {step}: the others are lost")
         self.count = len(kept)
         write_lines(self.path, map(_seal, kept))
-        self._writer = _open_writer(folder / "tensorboard", step, log) if tensorboard else None
+        self._writer = open_writer(folder / "tensorboard", step + 1) if tensorboard else None
+        if tensorboard and self._writer is None:
+            log(f"no TensorBoard files: tensorboard is not installed ({suggest_install('train')})")
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         append_lines(self.path, [_seal({"step": step, "kind": kind} | replace_non_finite(values))])
@@ -91,12 +94,3 @@ def _checksum(line: dict[str, Any]) -> str:
 
 def _seal(line: dict[str, Any]) -> dict[str, Any]:
     return line | {CHECKSUM: _checksum(line)}
-
-
-def _open_writer(folder: Path, step: int, log: Callable[[str], object]) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        log(f"no TensorBoard files: tensorboard is not installed ({suggest_install('train')})")
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1)
