@@ -22,7 +22,8 @@ from transformers import (
 from loudness import stays_loud
 from refusals import refused
 from shaped.commands import app as cli
-from shaped.commands.diagnose import choose_stages, draw, format_value
+from shaped.commands.diagnose import choose_stages, format_value
+from shaped.commands.results import draw_table
 from shaped.diagnosis.bands import Band
 from shaped.diagnosis.models import load_subject
 
@@ -217,7 +218,7 @@ def test_rows_and_arrows(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     table = Table("a column of a few words", box=None)
     table.add_row("0.123456789012345678901234567890↑")
-    assert "0.123456789012345678901234567890↑" in draw(table)
+    assert "0.123456789012345678901234567890↑" in draw_table(table, whole=True)
     assert choose_stages(3) == [0, 1, 2, 3]
     chosen = choose_stages(96)
     assert (chosen[:2], chosen[-1], len(chosen)) == ([0, 1], 96, 12)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,12 +16,11 @@ from shaped.commands import options
 from shaped.commands.blocks import read_mask
 from shaped.commands.console import print_error
 from shaped.commands.options import ATTENTION, LAYER, PLACE, SOLVER, WORK, show_choices
-from shaped.commands.results import check_folder, show_results, write_results
+from shaped.commands.results import check_folder, show_results, to_png, write_results
 from shaped.process import count_cores, suggest_install
 from shaped.workers import open_executor
 
 if TYPE_CHECKING:
-    from shaped.advice import Advice
     from shaped.advice.rows import Row
 
 CONFIG: dict[str, Any] = PLACE | {"metavar": "CONFIG.json"}
@@ -114,7 +112,7 @@ def advise(
             tell=tell,
         )
     summary = {"version": shaped.__version__} | advice.to_dict()
-    written = write_results(out, "advise", summary, lambda: draw(advice))
+    written = write_results(out, "advise", summary, lambda: to_png(advice.draw()))
     remark = f"{advice.info['seconds']:.0f} s; seed {seed}"
     show_results(summary, str(advice), remark, written, as_json)
 
@@ -154,9 +152,3 @@ def parse_numbers(name: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{name} must be numbers separated by commas, got {text!r}") from None
-
-
-def draw(advice: Advice) -> bytes:
-    buffer = BytesIO()
-    advice.draw().savefig(buffer, format="png", dpi=160)
-    return buffer.getvalue()

@@ -8,7 +8,6 @@ from collections import Counter
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,7 @@ from shaped.checks import parse_whole_numbers, positive, whole_number
 from shaped.commands import options
 from shaped.commands.blocks import BlockSettings
 from shaped.commands.options import LAYER, SOLVER
-from shaped.commands.results import check_folder, show_results, write_results
+from shaped.commands.results import check_folder, show_results, start_table, to_png, write_results
 from shaped.compare import Distance, compare, find_resolution
 from shaped.covariance import correlation, equicorrelated
 from shaped.engine.walk import is_safe
@@ -203,13 +202,9 @@ def fit_line(rows: list[dict[str, Any]], name: str, measure: str) -> Line | None
 
 
 def make_table(summary: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
     settings = summary["settings"]
-    made = Table(title=f"{settings['layers']}: distance to the SDE at d/n = {settings['horizon']:g}", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("width", "samples", "KS of rho", "one law", "KS of V", "one law"):
-        made.add_column(column, justify="right", no_wrap=True)
+    title = f"{settings['layers']}: distance to the SDE at d/n = {settings['horizon']:g}"
+    made = start_table(("width", "samples", "KS of rho", "one law", "KS of V", "one law"), title=title)
     for row in summary["rows"]:
         cells = [str(row["width"]), str(row["samples"])]
         for name in STATISTICS:
@@ -270,6 +265,4 @@ def draw(summary: dict[str, Any]) -> bytes:
         names = " + ".join(settings["layers"].split(","))
         numbers = rf"$m={settings['tokens']}$, $d/n={settings['horizon']:g}$, $\gamma={settings['gamma']:.4g}$"
         figure.suptitle(f"Networks against the SDE, {names}: {numbers}", fontsize=8)
-        buffer = BytesIO()
-        figure.savefig(buffer, format="png", dpi=220)
-    return buffer.getvalue()
+        return to_png(figure, dpi=220)

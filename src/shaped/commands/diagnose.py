@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import time
@@ -15,7 +14,7 @@ import shaped
 from shaped.commands import options
 from shaped.commands.console import Lines
 from shaped.commands.options import PLACE, SOLVER
-from shaped.commands.results import check_folder
+from shaped.commands.results import check_folder, draw_table, start_table
 from shaped.diagnosis.curves import CURVES, list_curves
 from shaped.diagnosis.models import count_positions, load_subject
 
@@ -71,7 +70,7 @@ def diagnose(
         if found.remark:
             lines.say(found.remark)
         for table in make_tables(found):
-            lines.say(draw(table))
+            lines.say(draw_table(table, whole=True).rstrip("\n"))
         lines.say(f"↑ ↓: above or below the band at initialisation, {found.bands.source}")
         lines.say(f"gradients of {found.observation.loss_kind}, {found.observation.loss:.4g}; {subject.about}")
         lines.say(f"{time.perf_counter() - began:.1f} s; seed {seed}")
@@ -89,14 +88,9 @@ def describe_verdicts(found: shaped.Diagnosis) -> str:
 
 def make_tables(found: shaped.Diagnosis) -> list[Table]:
     """One a stack. Row 0 is what enters the first layer."""
-    from rich import box
-    from rich.table import Table
-
     tables = []
     for stack in found.observation.stacks:
-        made = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title=stack.name or None)
-        for column in ("layer", *SHOWN.values()):
-            made.add_column(column, justify="right", no_wrap=True)
+        made = start_table(("layer", *SHOWN.values()), title=stack.name or None)
         curves, bands, depth = list_curves(stack), found.bands.stacks.get(stack.name, {}), len(stack.layers)
         for stage in choose_stages(depth):
             made.add_row(str(stage), *(format_value(curves[name], bands.get(name), stage, depth) for name in SHOWN))
@@ -119,15 +113,3 @@ def format_value(values: list[float], band: Any, stage: int, depth: int) -> str:
     slack = 1e-6 + 1e-3 * abs(values[place])  # what does not vary at all has a band of no width, and predictions are in single precision
     low, high = (band.low[place] - slack, band.high[place] + slack) if band else (-math.inf, math.inf)
     return f"{values[place]:.3g}" + ("↑" if values[place] > high else "↓" if values[place] < low else "")
-
-
-def draw(table: Table) -> str:
-    """At its full width, also where the terminal is narrower: numbers are not cut."""
-    from rich.console import Console
-    from rich.measure import Measurement
-
-    drawn, terminal = io.StringIO(), Console()
-    wide = Console(width=1000)
-    width = max(terminal.width, Measurement.get(wide, wide.options, table).maximum)
-    Console(file=drawn, width=width, force_terminal=terminal.is_terminal).print(table)
-    return drawn.getvalue().rstrip("\n")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +15,7 @@ import typer
 import shaped
 from shaped.commands import options
 from shaped.commands.options import ATTENTION, PLACE, SOLVER, WORK
-from shaped.commands.results import check_folder, show_results, write_results
+from shaped.commands.results import check_folder, show_results, start_table, to_png, write_results
 from shaped.files import read_array
 from shaped.process import suggest_install
 
@@ -178,7 +177,7 @@ def describe_mean(mean: Tensor, error: Tensor) -> dict[str, Any]:
 
 def make_table(summary: dict[str, Any]) -> Table:
     """Before the first block, at some depths, and after the last block, which has no attention behind it."""
-    made = start_table(QUANTITIES)
+    made = start_table(("model", "layer", *QUANTITIES), words=1)
     for name, model in summary["models"].items():
         for number, stage in enumerate(choose_stages(model["depth"])):
             cells = [format_measured(model[quantity], stage) for quantity in QUANTITIES]
@@ -187,22 +186,11 @@ def make_table(summary: dict[str, Any]) -> Table:
 
 
 def make_gradient_table(summary: dict[str, Any]) -> Table:
-    made = start_table(GRADIENTS)
-    made.title = "norms of the gradients"
+    made = start_table(("model", "layer", *GRADIENTS), words=1, title="norms of the gradients")
     for name, model in summary["models"].items():
         for number, stage in enumerate(choose_stages(model["depth"])):
             cells = [format_power(model["gradient_norms"][quantity], stage) for quantity in GRADIENTS]
             made.add_row("" if number else name, str(stage), *cells, end_section=stage == model["depth"])
-    return made
-
-
-def start_table(quantities: tuple[str, ...]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("model", "layer", *quantities):
-        made.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     return made
 
 
@@ -234,6 +222,4 @@ def format_power(values: dict[str, list[Any]], stage: int) -> str:
 def draw(predictions: dict[str, Prediction]) -> bytes:
     from shaped.figures.shared.predictions import draw_predictions
 
-    buffer = BytesIO()
-    draw_predictions(predictions).savefig(buffer, format="png", dpi=160)
-    return buffer.getvalue()
+    return to_png(draw_predictions(predictions))

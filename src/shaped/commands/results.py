@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shaped.commands.console import Lines
 from shaped.files import make_folder, write_atomically, write_json
 from shaped.process import suggest_install
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
 
 
 def check_folder(out: Path) -> None:
@@ -46,9 +50,29 @@ def show_results(summary: dict[str, Any], table: Any, remark: str, written: list
     lines.end(written[0].parent)
 
 
-def draw_table(table: Any) -> str:
-    from rich.console import Console
+def start_table(columns: Iterable[str], words: int = 0, title: str | None = None) -> Table:
+    """A table without rows. The first `words` columns are text, the others numbers."""
+    from rich import box
+    from rich.table import Table
 
-    drawn, terminal = io.StringIO(), Console()
-    Console(file=drawn, width=terminal.width, force_terminal=terminal.is_terminal).print(table)
+    made = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number < words else "right", no_wrap=True)
+    return made
+
+
+def draw_table(table: Any, whole: bool = False) -> str:
+    """For this terminal; `whole`: at its full width, also where the terminal is narrower: numbers are not cut."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    drawn, terminal, wide = io.StringIO(), Console(), Console(width=1000)
+    width = max(terminal.width, Measurement.get(wide, wide.options, table).maximum if whole else 0)
+    Console(file=drawn, width=width, force_terminal=terminal.is_terminal).print(table)
     return drawn.getvalue()
+
+
+def to_png(figure: Figure, dpi: int = 160) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()

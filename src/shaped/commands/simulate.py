@@ -6,7 +6,6 @@ import math
 import time
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,7 @@ from shaped.checks import positive, whole_number
 from shaped.commands import options
 from shaped.commands.blocks import BlockSettings
 from shaped.commands.options import LAYER, SOLVER, show_choices
-from shaped.commands.results import check_folder, show_results, write_results
+from shaped.commands.results import check_folder, show_results, start_table, to_png, write_results
 from shaped.covariance import equicorrelated
 from shaped.figures.shared.density import densities, pairs
 from shaped.intervals import format_share
@@ -159,13 +158,9 @@ def summarise(values: Float[np.ndarray, "sample entry"]) -> dict[str, Any] | Non
 
 
 def make_table(summary: dict[str, Any]) -> Table:
-    from rich import box
-    from rich.table import Table
-
     settings = summary["settings"]
-    made = Table(title=f"{settings['layers']} at t = {settings['horizon']:g}", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("", "mean", "std", *(f"{p} %" for p in PERCENTILES)):
-        made.add_column(column, justify="right" if column else "left", no_wrap=True)
+    columns = ("", "mean", "std", *(f"{p} %" for p in PERCENTILES))
+    made = start_table(columns, words=1, title=f"{settings['layers']} at t = {settings['horizon']:g}")
     for key, label in (("rho", "rho (pairs)"), ("V", "V (pairs)"), ("variance", "V (diagonal)")):
         row = summary[key]
         if row is not None:
@@ -185,19 +180,20 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
     """A PNG: the spread of rho over time, and the densities of rho and V at the horizon."""
     from matplotlib.figure import Figure
 
-    blue, grey = "#0072B2", "#999999"
+    from shaped.figures.harness.style import BLUE, GREY
+
     settings = summary["settings"]
     figure = Figure(figsize=(10.5, 3.4), layout="constrained")
     over_time, at_end, covariance = figure.subplots(1, 3)
     t, bands = arrays["t"], arrays["rho_over_time"]
-    over_time.fill_between(t, bands[0], bands[4], color=blue, alpha=0.15, linewidth=0, label="5 % to 95 %")
-    over_time.fill_between(t, bands[1], bands[3], color=blue, alpha=0.3, linewidth=0, label="25 % to 75 %")
-    over_time.plot(t, bands[2], "--", color=blue, label="median")
+    over_time.fill_between(t, bands[0], bands[4], color=BLUE, alpha=0.15, linewidth=0, label="5 % to 95 %")
+    over_time.fill_between(t, bands[1], bands[3], color=BLUE, alpha=0.3, linewidth=0, label="25 % to 75 %")
+    over_time.plot(t, bands[2], "--", color=BLUE, label="median")
     over_time.set(xlabel="$t = $ depth / width", ylabel=r"$\rho^{\alpha\beta}_t$", xlim=(t[0], t[-1]))
     over_time.legend(frameon=False, fontsize=8, loc="best")
     for axes, name, label in ((at_end, "rho", r"\rho^{\alpha\beta}_T"), (covariance, "V", r"V^{\alpha\beta}_T")):
-        axes.stairs(arrays[f"{name}_heights"], arrays[f"{name}_edges"], fill=True, color=grey, alpha=0.35, label="histogram")
-        axes.plot(arrays[f"{name}_grid"], arrays[f"{name}_density"], "--", color=blue, label="kernel density")
+        axes.stairs(arrays[f"{name}_heights"], arrays[f"{name}_edges"], fill=True, color=GREY, alpha=0.35, label="histogram")
+        axes.plot(arrays[f"{name}_grid"], arrays[f"{name}_density"], "--", color=BLUE, label="kernel density")
         axes.axvline(settings["rho"], color="black", linewidth=0.8, linestyle=":", label="start")
         axes.set(xlabel=f"${label}$", ylabel="density", ylim=(0, None))
         axes.legend(frameon=False, fontsize=8)
@@ -207,6 +203,4 @@ def draw(summary: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
         rf"$\gamma={settings['gamma']:.4g}$, $\tau_0={settings['tau0']:g}$, {settings['samples']} samples",
         fontsize=10,
     )
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=160)
-    return buffer.getvalue()
+    return to_png(figure)
