@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,13 @@ def suggest_install(extra: str) -> str:
     if path is None or not path.exists():
         return f"pip install '.[{extra}]' in a checkout of shaped"
     return f"pip install {'-e ' if source.get('dir_info', {}).get('editable') else ''}'{path}[{extra}]'"
+
+
+def require(user: str, extra: str, *packages: str) -> None:
+    """Refuses work for which packages are missing that the extra brings. `user` is what needs them."""
+    missing = [package for package in packages if not find_spec(package)]
+    if missing:
+        raise ValueError(f"{user} needs {', '.join(missing)} ({suggest_install(extra)})")
 
 
 def quote_error(error: Exception, most: int | None = 200) -> str:

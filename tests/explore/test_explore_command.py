@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shaped import process
 from shaped.commands import explore
 
 COMMAND = [sys.executable, "-m", "shaped", "explore", "--no-browser"]
@@ -28,8 +29,8 @@ def test_a_port_in_use_is_one_line():
 
 
 def test_without_the_server_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(explore, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^explore needs starlette \(pip install .*\[explore\]'.*\)$"):
+    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^explore needs starlette, uvicorn \(pip install .*\[explore\]'.*\)$"):
         explore.explore()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ from shaped.commands.blocks import read_mask
 from shaped.commands.console import print_error
 from shaped.commands.options import ATTENTION, LAYER, PLACE, SOLVER, WORK, show_choices
 from shaped.commands.results import check_folder, show_results, to_png, write_results
-from shaped.process import count_cores, suggest_install
+from shaped.process import count_cores, require
 from shaped.workers import open_executor
 
 if TYPE_CHECKING:
@@ -124,8 +123,7 @@ def choose_sizes(given: dict[str, Any]) -> dict[str, Any]:
         for name in (*FROM_CONFIG, "mask", "qk_norm"):
             if given[name] is not None and given[name] is not False:  # 0 is refused too
                 raise ValueError(f"{name} must be left out with a config, which determines it, got {given[name]}")
-        if not find_spec("transformers"):
-            raise ValueError(f"config needs transformers ({suggest_install('hf')})")
+        require("config", "hf", "transformers")
         from shaped.hf.prediction.sizes import read_sizes
 
         sizes = read_sizes(given["config"], given["tokens"])

@@ -6,13 +6,12 @@ import os
 import socket
 import threading
 import webbrowser
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from shaped.commands.options import WORK
-from shaped.process import count_cores, suggest_install
+from shaped.process import count_cores, require
 
 ADDRESS = "127.0.0.1"
 MOST_WORKERS = 2
@@ -24,9 +23,7 @@ def explore(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.", rich_help_panel=WORK)] = True,
 ) -> None:
     """Open a local page with sliders: correlation, eigenvalues, gradients, entropy and the safe region, SDE against networks."""
-    for name in ("starlette", "uvicorn"):
-        if not find_spec(name):
-            raise ValueError(f"explore needs {name} ({suggest_install('explore')})")
+    require("explore", "explore", "starlette", "uvicorn")
     listening = open_socket(port)
     port = listening.getsockname()[1]
     address = f"http://{ADDRESS}:{port}/"

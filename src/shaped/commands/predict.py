@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ from shaped.commands import options
 from shaped.commands.options import ATTENTION, PLACE, SOLVER, WORK
 from shaped.commands.results import check_folder, show_results, start_table, to_png, write_results
 from shaped.files import read_array
-from shaped.process import suggest_install
+from shaped.process import require
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,8 +72,7 @@ def predict(
 
     The model is never made: its law is drawn without its weights.
     """
-    if not find_spec("transformers"):
-        raise ValueError(f"predict needs transformers ({suggest_install('hf')})")
+    require("predict", "hf", "transformers")
     from rich.console import Group
 
     from shaped.hf.prediction.families import read_config

@@ -6,7 +6,6 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import typer
 from shaped.checks import parse_whole_numbers
 from shaped.commands.console import Lines, print_error
 from shaped.commands.options import PLACE, show_choices
-from shaped.process import INTERRUPTED, suggest_install
+from shaped.process import INTERRUPTED, require
 from shaped.train.run.options import TOPICS
 from shaped.train.run.settings import DEFAULTS, HINTS, PRESETS, Settings
 
@@ -39,7 +38,7 @@ def prepare(
     tokens: Annotated[int | None, typer.Option(help="Stop after so many training tokens.")] = None,
 ) -> None:
     """Train a tokenizer on text and pack the text into memory-mapped arrays; the same command continues after an interruption."""
-    needs("tokenizers", "transformers")
+    require("training", "train", "tokenizers", "transformers")
     from shaped.train.data.prepare import prepare as prepare_data
 
     options: dict[str, Any] = {"vocab": vocab, "length": length, "valid_share": valid_share, "cased": cased, "tokens": tokens}
@@ -98,7 +97,7 @@ def pretrain(config: Path | None, given: dict[str, Any]) -> None:
 
     A run that `--minutes` stopped ends with exit status 75, and the same command continues it. Start it with torchrun for several devices.
     """
-    needs("transformers")
+    require("training", "train", "transformers")
     from shaped.train.run import loop
     from shaped.train.run.processes import is_first
     from shaped.train.run.stopping import Stopped
@@ -129,7 +128,7 @@ def study(
 
     The exit status is 1 if a run failed, and 75 if runs are left to do: the same command continues.
     """
-    needs("transformers")
+    require("training", "train", "transformers")
     from shaped.train import study as studies
 
     overrides = {"minutes": minutes, "out": None if out is None else str(out), "data": None if data is None else str(data)}
@@ -180,7 +179,7 @@ def glue(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line and nothing else.")] = False,
 ) -> None:
     """Fine-tune runs on GLUE tasks, over several seeds, and score them on the development sets."""
-    needs("transformers")
+    require("training", "train", "transformers")
     from shaped.train import glue as fine_tuning
     from shaped.train.run.stopping import Diverged
     from shaped.train.step.stepper_cache import StepperCache
@@ -206,12 +205,6 @@ def glue(
     if diverged:
         raise typer.Exit(1)
     lines.end(*runs)
-
-
-def needs(*packages: str) -> None:
-    missing = [package for package in packages if not find_spec(package)]
-    if missing:
-        raise ValueError(f"training needs {', '.join(missing)} ({suggest_install('train')})")
 
 
 def is_terminal() -> bool:

@@ -7,7 +7,6 @@ import inspect
 import os
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from shaped.checks import fold_seed
 from shaped.files import read_json, read_text
-from shaped.process import quote_error, suggest_install
+from shaped.process import quote_error, require
 
 TOKENS, SEQUENCES = 128, 2
 
@@ -101,8 +100,7 @@ def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path, list[str]]:
         raise ValueError(
             f"model must be a folder with a config.json, such a file, or package.module:function, got {place!r}, which is none of them"
         ) from None
-    if not find_spec("transformers"):
-        raise ValueError(f"diagnose needs transformers for a config.json ({suggest_install('hf')})")
+    require("a config.json", "hf", "transformers")
     from transformers import AutoConfig
 
     from shaped.hf.quiet import silence_transformers  # shaped.hf also tells transformers what a model of type shaped is

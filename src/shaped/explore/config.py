@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 from shaped.explore.fields import FIELDS, parse_question
 from shaped.files import check_entries, parse_json
-from shaped.process import quote_error, suggest_install
+from shaped.process import quote_error, require
 
 NAME = "config"
 PROBE = 4
@@ -32,8 +31,7 @@ def check_lengths(entries: dict[str, Any]) -> None:
 
 
 def read_sizes_of(text: str) -> dict[str, Any]:
-    if not find_spec("transformers"):
-        raise ValueError(f"config needs transformers ({suggest_install('hf')})")
+    require("config", "hf", "transformers")
     from shaped.hf.prediction.families import make_config
     from shaped.hf.prediction.sizes import read_sizes
 

@@ -9,7 +9,6 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from shaped.figures.harness.code_hash import hash_code
 from shaped.figures.harness.page import NoData, Page
 from shaped.figures.harness.simulator import Simulator
 from shaped.files import write_atomically
-from shaped.process import count_cores, suggest_install
+from shaped.process import count_cores, require
 
 PAGES = "shaped.figures.pages"
 SCALES = ("quick", "paper")
@@ -99,8 +98,7 @@ def reproduce(
 
     if scale not in SCALES:
         raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
-    if not find_spec("matplotlib"):
-        raise ValueError(f"reproduce needs matplotlib: {suggest_install('plot')}")
+    require("reproduce", "plot", "matplotlib")
     wanted, simulator = select_pages(ids, runs), Simulator(tokens, seed, device, executor, tuple(runs))
     check_device(device)
     # Runs are read first, which is fast: errors in them come before the figures take their time.
