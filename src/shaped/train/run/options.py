@@ -65,6 +65,11 @@ def describe(registry: Mapping[str, Any]) -> str:
     return "; ".join(f"{name}: {entry.about}" for name, entry in registry.items()) + "."
 
 
+def without_none(kind: Any) -> Any:
+    """The type of a setting where it is given: int of `int | None`."""
+    return next(part for part in typing.get_args(kind) if part is not type(None)) if isinstance(kind, types.UnionType) else kind
+
+
 read_hints = cache(typing.get_type_hints)  # evaluates every annotation anew: ten milliseconds for the settings of a run
 
 
@@ -78,10 +83,9 @@ def check(settings: Any) -> None:
 def _check(about: Field[Any], value: Any, kind: Any) -> None:
     """What the field's type and metadata say; None only where the type has it."""
     name, rules = about.name, about.metadata
-    optional = isinstance(kind, types.UnionType)
-    if value is None and optional:
+    if value is None and isinstance(kind, types.UnionType):
         return
-    kind = next(part for part in typing.get_args(kind) if part is not type(None)) if optional else kind
+    kind = without_none(kind)
     if kind is bool and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
     if kind is int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import types
-import typing
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from shaped.train.run.options import AFFECTS, MOST, TOPICS
+from shaped.train.run.options import AFFECTS, MOST, TOPICS, without_none
 from shaped.train.run.settings import DEFAULTS, HINTS, PRESETS, Settings
 
 HEAD = """# Settings of `shaped pretrain`
@@ -54,8 +52,7 @@ def _write_row(about: Field[Any]) -> str:
 
 
 def _describe_values(about: Field[Any]) -> str:
-    rules, hint = about.metadata, HINTS[about.name]
-    kind = next(part for part in typing.get_args(hint) if part is not type(None)) if isinstance(hint, types.UnionType) else hint
+    rules, kind = about.metadata, without_none(HINTS[about.name])
     if rules["choices"]:
         return ", ".join(f"`{choice}`" for choice in rules["choices"])
     if kind is int and rules["least"] is not None:
