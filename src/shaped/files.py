@@ -17,6 +17,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from shaped.process import to_line
+
 LARGEST = 1 << 30  # bytes; larger text files are refused
 SEAL = "seal"  # the entry of a JSON object that holds the hash of the other entries
 
@@ -252,7 +254,7 @@ def read_array(path: Path, name: str, most: int) -> np.ndarray:
                 raise ValueError(f"it has {size} bytes, more than {most} numbers take")
             array = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        said = " ".join(str(getattr(error, "strerror", None) or error).split())[:120]
+        said = to_line(getattr(error, "strerror", None) or error)[:120]
         raise ValueError(f"{name} must be an array in a .npy file, got {path}: {said}") from None
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "bfiu":
         raise ValueError(f"{name} must be an array of numbers or booleans, got another content in {path}")

@@ -49,9 +49,14 @@ def require(user: str, extra: str, *packages: str) -> None:
         raise ValueError(f"{user} needs {', '.join(missing)} ({suggest_install(extra)})")
 
 
+def to_line(text: object) -> str:
+    """Its text in one line."""
+    return " ".join(str(text).split())
+
+
 def quote_error(error: Exception, most: int | None = 200) -> str:
     """What it says, in one line of at most `most` characters."""
-    return " ".join(str(error).split())[:most]
+    return to_line(error)[:most]
 
 
 def is_command() -> bool:

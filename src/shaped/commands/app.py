@@ -68,11 +68,11 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def show_warning(message: Warning | str, *where: Any) -> None:
     """A warning in one line, without its place in the code."""
-    print_error(f"shaped: {' '.join(str(message).split())}")
+    print_error(f"shaped: {process.to_line(message)}")
 
 
 def refuse(message: str) -> NoReturn:
-    print_error(f"shaped: {' '.join(message.split())}")
+    print_error(f"shaped: {process.to_line(message)}")
     sys.exit(2)
 
 

@@ -20,7 +20,7 @@ from shaped.figures.harness.code_hash import hash_code
 from shaped.figures.harness.page import NoData, Page
 from shaped.figures.harness.simulator import Simulator
 from shaped.files import write_atomically
-from shaped.process import count_cores, require
+from shaped.process import count_cores, require, to_line
 
 PAGES = "shaped.figures.pages"
 SCALES = ("quick", "paper")
@@ -163,7 +163,7 @@ def load_and_draw(id: str, out: Path, its_key: dict[str, Any], say: Callable[[st
     except Exception as error:  # drawing foreign arrays can raise anything
         foreign = f"{id}.npz must be the figure's arrays, got {type(error).__name__}, {error}"
         words = str(error) if isinstance(error, ValueError) else foreign
-        say(f"{id:<7} is computed anew: {' '.join(words.split())}")
+        say(f"{id:<7} is computed anew: {to_line(words)}")
         return None
     return saved
 

@@ -15,6 +15,7 @@ from shaped.hf.prediction import decoders, encoders
 from shaped.hf.prediction.parts import Network
 from shaped.hf.prediction.shaped_models import describe_shaped
 from shaped.hf.prediction.stock_shaping import read_shaping, shape_config, shape_network
+from shaped.process import to_line
 
 FAMILIES: dict[str, Callable[[Any, int], Network]] = {
     "bert": encoders.describe_bert,
@@ -94,8 +95,5 @@ def make_config(name: str, entries: dict[str, Any]) -> PreTrainedConfig:
     try:
         return kind.from_dict(entries)
     except Exception as error:  # transformers has several classes of errors for a field, some over many lines
-        raise ValueError(f"{name} must be a config of {model_type}, got one that is not: {flatten(error)}") from None
-
-
-def flatten(error: Exception) -> str:
-    return " ".join(f"{error} {error.__cause__ or ''}".split())[:200]
+        said = to_line(f"{error} {error.__cause__ or ''}")[:200]
+        raise ValueError(f"{name} must be a config of {model_type}, got one that is not: {said}") from None
