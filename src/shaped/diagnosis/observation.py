@@ -18,9 +18,10 @@ from shaped.diagnosis.one_pass.attention_calls import expose_to_modes
 from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.losses import Loss, choose_loss
-from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities, gradient_length
+from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
 from shaped.diagnosis.one_pass.stack import Part, choose_layers
 from shaped.diagnosis.one_pass.unchanged import keep_unchanged
+from shaped.nn.diagnostics import measure_length
 from shaped.process import quote_error
 
 LIST, ARRAY = "a list of numbers", "a numpy array"
@@ -187,7 +188,7 @@ def make_layer(part: Part, label: str, gradients: Mapping[str, Tensor]) -> Layer
         name=label,
         tokens=part.leaving,
         attention=dict(part.attention),
-        gradients={name: gradient_length(value) for name, value in inside.items() if once[id(value)] == name},
+        gradients={name: measure_length(value) for name, value in inside.items() if once[id(value)] == name},
         dead=sum(one.dead for one in part.activations) / units if units else math.nan,
     )
 

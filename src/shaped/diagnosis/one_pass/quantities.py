@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shaped.covariance import effective_rank
 from shaped.nn.attention import MASKED
-from shaped.nn.diagnostics import at_least_single, measure_length, softmax_entropy, token_correlation
+from shaped.nn.diagnostics import at_least_single, softmax_entropy, token_correlation
 
 NORMALISED = 0.01
 """By how much a length may differ from that of a normalised query or key: its rounding in bfloat16 is smaller. Lengths that nothing
@@ -164,12 +164,6 @@ def count_dead_units(function: Callable[[Tensor], Tensor], x: Tensor) -> DeadUni
 
 def keep(x: Tensor) -> Tensor:
     return x
-
-
-@torch.no_grad()
-def gradient_length(gradient: Tensor) -> float:
-    """Its Euclidean norm, also where the squares leave the range of floats."""
-    return measure_length(gradient.detach())
 
 
 def mean_of_numbers(values: list[float]) -> float:
