@@ -20,4 +20,5 @@ from shaped.engine.simulation import run as run
 from shaped.engine.start import count_tokens as count_tokens
 from shaped.engine.start import draw_start as draw_start
 from shaped.engine.start import prepare_start as prepare_start
+from shaped.engine.start import take_block as take_block
 from shaped.engine.walk import Bounds as Bounds

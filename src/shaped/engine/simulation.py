@@ -13,7 +13,7 @@ from shaped.engine.executors import run_on_executor
 from shaped.engine.options import RunOptions
 from shaped.engine.process import Process
 from shaped.engine.progress import progress_bar
-from shaped.engine.start import prepare_start
+from shaped.engine.start import prepare_start, take_block
 from shaped.engine.walk import Bounds, Job
 from shaped.trajectory import Trajectory
 
@@ -35,9 +35,7 @@ def run(
     events = 0
 
     def job(block: int) -> Job:
-        start = V0[block * size : (block + 1) * size]
-        start = start if start.stride(0) == 0 else start.clone()  # pickling a slice would pickle the whole of V0
-        return Job(process, start, steps, recorded_steps, dt, bounds, options.seed, block)
+        return Job(process, take_block(V0, block, size), steps, recorded_steps, dt, bounds, options.seed, block)
 
     blocks = math.ceil(count / size)
     with progress_bar(options.progress, total=blocks * steps) as advance:

@@ -47,6 +47,12 @@ def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Ten
     return cast
 
 
+def take_block(V0: Float[Tensor, "sample m m"], block: int, size: int) -> Float[Tensor, "batch m m"]:
+    """The starts of one block, in memory of their own: pickling a slice would pickle the whole of V0. One start for all stays shared."""
+    start = V0[block * size : (block + 1) * size]
+    return start if start.stride(0) == 0 else start.clone()
+
+
 def draw_start(V0: Float[Tensor, "batch m m"], n: int, stream: Stream) -> Float[Tensor, "batch m n"]:
     """Tokens with covariance V0. V0 determines them up to a rotation of the features, which is drawn uniformly."""
     return math.sqrt(n) * factor(V0).contiguous() @ draw_directions(len(V0), V0.shape[-1], n, stream)

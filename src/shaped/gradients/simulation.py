@@ -89,8 +89,7 @@ def backpropagate(
     size = math.ceil(count / blocks)  # blocks of equal size: a small one takes as many operations
 
     def job(block: int) -> Job:
-        start = V0[block * size : (block + 1) * size]
-        start = start.clone() if start.stride(0) else start  # pickling a slice would pickle the whole of V0
+        start = engine.take_block(V0, block, size)
         return Job(layer, sizes, d, outputs, loss, start, engine.Bounds(options.upper, None), independent, segment, options.seed, block)
 
     whole = BlockGradients(
