@@ -1,28 +1,21 @@
 """`shaped advise`: what it prints, what it writes, and how it refuses."""
 
 import json
-import sys
 from typing import Any
 
 import pytest
+from command_runner import make_runner
 from transformers import GPTNeoXConfig
 
 import shaped
 from refusals import refused
 from shaped.advice.question import Question
-from shaped.commands import app as cli
 from shaped.hf import ShapedConfig
 from shaped.hf.prediction.sizes import read_sizes
 
 SMALL = ("--width", "8", "--depth", "4", "--tokens", "2", "--heads", "2", "--share", "0.3", "--tau0", "0.5")
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
-
-
-def run(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["shaped", "advise", *arguments])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    return left.value.code or 0  # pyright: ignore[reportReturnType] (an int, as main leaves it)
+run = make_runner("advise")
 
 
 @pytest.fixture

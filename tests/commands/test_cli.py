@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from command_runner import make_runner
 
 import shaped
 from shaped import files
@@ -16,13 +17,7 @@ from shaped.commands import app as cli
 from shaped.figures.shared import laws
 
 SMALL = ["simulate", "--samples", "50", "--width", "20", "--depth", "3", "--step", "0.05"]
-
-
-def run(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["shaped", *arguments])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    return left.value.code or 0  # pyright: ignore[reportReturnType] (an int, as main leaves it)
+run = make_runner()
 
 
 def test_simulate_writes_table_picture_and_numbers(monkeypatch, capsys, tmp_path):

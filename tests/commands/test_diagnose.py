@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_runner import make_runner
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
 
 from loudness import stays_loud
 from refusals import refused
-from shaped.commands import app as cli
 from shaped.commands.diagnose import choose_stages, format_value
 from shaped.commands.results import draw_table
 from shaped.diagnosis.bands import Band
@@ -52,13 +52,7 @@ def broken():
 
 a_number = 3
 """
-
-
-def run(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["shaped", "diagnose", *arguments])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    return left.value.code or 0  # pyright: ignore[reportReturnType] (an int, as main leaves it)
+run = make_runner("diagnose")
 
 
 @pytest.fixture

@@ -1,24 +1,17 @@
 """`shaped predict`: what it prints, what it writes, and how it refuses."""
 
 import json
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from command_runner import make_runner
 
-from shaped.commands import app as cli
 from shaped.commands.predict import choose_names, format_measured, read_shape
 from shaped.hf import Prediction, ShapedConfig, predict
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
-
-
-def run(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["shaped", "predict", *arguments])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    return left.value.code or 0  # pyright: ignore[reportReturnType] (an int, as main leaves it)
+run = make_runner("predict")
 
 
 @pytest.fixture
