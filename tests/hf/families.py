@@ -42,7 +42,7 @@ from transformers import (
 
 from shaped.covariance import correlation, effective_rank, gram
 from shaped.hf import Prediction, ShapedConfig, predict
-from shaped.hf.observation import Observation
+from shaped.hf.observation import QuantityRecorder
 from shaped.hf.prediction import decoders
 
 LEVEL = 0.001
@@ -260,7 +260,7 @@ def measure_model(model: nn.Module, config: PreTrainedConfig, ids: Tensor) -> di
         inputs = {"pixel_values": torch.randn(1, config.num_channels, *config.image_size)}
     else:
         inputs = {"input_ids": ids[None]}
-    with watch_stream(model, config.num_hidden_layers) as stream, Observation(model) as seen:
+    with watch_stream(model, config.num_hidden_layers) as stream, QuantityRecorder(model) as seen:
         outputs = model(**inputs, output_attentions=True)
     if "shaped" in (config.model_type, config._attn_implementation):  # its attention matrices are not softmax matrices
         entropy = torch.tensor([values["entropy"] for values in seen.values.values()])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, GenerationC
 
 from refusals import refused
 from shaped.hf import ShapedForCausalLM, ShapedForMaskedLM, ShapedModel, vanilla
-from shaped.hf.observation import Observation
+from shaped.hf.observation import QuantityRecorder
 from shaped.nn import DyT, NormBlock, Recover, RMSNorm
 from shaped.nn.diagnostics import attention_entropy
 from shaped.testing.stats import seed
@@ -94,7 +94,7 @@ def test_entropies_are_those_of_normalised_queries_and_keys():
     attention, x = model.layers[0].block.attention, model.embedding(model.embedding.tokens(tokens()), torch.arange(9)[None], None)
     q, k = (layer(x).unflatten(-1, (attention.heads, -1)).transpose(1, 2) for layer in (attention.query, attention.key))
     q, k = (y / y.square().mean(-1, keepdim=True).sqrt() for y in (q, k))
-    with torch.no_grad(), Observation(model) as seen:
+    with torch.no_grad(), QuantityRecorder(model) as seen:
         model(tokens())
     expected = attention_entropy(q, k, scale=attention.scale).mean().item()
     assert seen.values["layers.0"]["entropy"] == pytest.approx(expected, rel=1e-5)

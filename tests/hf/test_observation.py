@@ -8,7 +8,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from shaped.hf import DiagnosticsCallback, ShapedConfig, ShapedForMaskedLM
-from shaped.hf.observation import Observation
+from shaped.hf.observation import QuantityRecorder
 from shaped.nn.attention_hooks import AttentionInputs, register_attention_hook
 from shaped.nn.diagnostics import QUANTITIES, Source, attention_entropy, quantity
 from shaped.testing.stats import generator
@@ -67,13 +67,13 @@ def test_observations_in_threads_see_their_own_model():
 
 def test_an_observation_within_another_and_an_error_leave_no_hook():
     model = make_model()
-    with Observation(model) as outer:
-        with Observation(model, sequences=2) as inner:
+    with QuantityRecorder(model) as outer:
+        with QuantityRecorder(model, sequences=2) as inner:
             model(IDS)
-        with pytest.raises(ZeroDivisionError), Observation(model):
+        with pytest.raises(ZeroDivisionError), QuantityRecorder(model):
             raise ZeroDivisionError
     few = make_model()
-    with Observation(few) as alone:
+    with QuantityRecorder(few) as alone:
         few(IDS[:2])
     assert inner.values == alone.values
     assert outer.values.keys() == inner.values.keys() == {"model.layers.0", "model.layers.1"}
@@ -98,7 +98,7 @@ def test_a_mask_of_any_shape_goes_with_the_first_sequences(shape):
 def test_the_first_pass_counts():
     """Accumulated batches and gradient checkpointing run the layers again."""
     model = make_model()
-    with Observation(model) as seen:
+    with QuantityRecorder(model) as seen:
         model(IDS)
         first = {name: dict(values) for name, values in seen.values.items()}
         model(IDS.flip(0)[:2])

@@ -13,7 +13,7 @@ from shaped.checks import whole_number
 from shaped.files import append_lines, read_steps, replace_non_finite, write_lines
 from shaped.hf import attention
 from shaped.hf.configuration import ShapedConfig
-from shaped.hf.observation import Observation, find_layers
+from shaped.hf.observation import QuantityRecorder, find_layers
 from shaped.nn.diagnostics import QUANTITIES, Source, measure
 from shaped.nn.schedules import Schedule, Shapeable, check_schedule
 
@@ -91,11 +91,11 @@ class DiagnosticsCallback(LayerLogCallback):
         super().__init__()
         self.every, self.sequences = whole_number("every", every), whole_number("sequences", sequences)
         self.history: list[dict[str, Any]] = []
-        self._observation: Observation | None = None
+        self._recorder: QuantityRecorder | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Drops the rows of steps that a resumed run will do again."""
-        self._stop_observing()
+        self._stop_recording()
         if not find_layers(kwargs["model"]):
             raise ValueError(f"model must have self-attention by the attention interface, got {type(kwargs['model']).__name__}")
         config = getattr(kwargs["model"], "config", None)
@@ -109,17 +109,17 @@ class DiagnosticsCallback(LayerLogCallback):
             write_lines(path, self.history)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._stop_observing()
+        self._stop_recording()
         if state.global_step % self.every == 0:
-            self._observation = Observation(kwargs["model"], self.sequences)
+            self._recorder = QuantityRecorder(kwargs["model"], self.sequences)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._observation is None:
+        if self._recorder is None:
             return
         scaler = getattr(kwargs.get("optimizer"), "scaler", None)  # accelerate's, in half precision; clipping has divided by its scale
         scale = scaler.get_scale() if scaler is not None and args.max_grad_norm <= 0 else 1.0
-        row = self._row(self._observation, state.global_step, scale)
-        self._stop_observing()
+        row = self._row(self._recorder, state.global_step, scale)
+        self._stop_recording()
         self.history.append(row)
         self.log_row(row, args, state, control, **kwargs)
         if state.is_world_process_zero:
@@ -128,23 +128,23 @@ class DiagnosticsCallback(LayerLogCallback):
             append_lines(path, [row])
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._stop_observing()
+        self._stop_recording()
 
-    def _row(self, observation: Observation, step: int, scale: float) -> dict[str, Any]:
+    def _row(self, recorder: QuantityRecorder, step: int, scale: float) -> dict[str, Any]:
         """{"step": step, quantity: {layer: number}}; a number that is not finite is None, as JSON has it. Gradients have this scale."""
         row: dict[str, Any] = {known.name: {} for known in QUANTITIES.values() if known.source is not Source.GAINS}
-        for name, (layer, module) in observation.layers.items():
+        for name, (layer, module) in recorder.layers.items():
             gradients = [parameter.grad.detach() / scale for parameter in layer.parameters() if parameter.grad is not None]
             gains = dict(zip(("gamma1", "gamma2"), attention.read_gains(module), strict=True))
-            values = observation.values[name] | measure(Source.GRADIENTS, gradients) | measure(Source.GAINS, gains)
+            values = recorder.values[name] | measure(Source.GRADIENTS, gradients) | measure(Source.GAINS, gains)
             for quantity, value in values.items():
                 row.setdefault(quantity, {})[name] = replace_non_finite(value)
         return {"step": step} | row
 
-    def _stop_observing(self) -> None:
-        if self._observation is not None:
-            self._observation.close()
-        self._observation = None
+    def _stop_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = None
 
     @staticmethod
     def _path(args: TrainingArguments) -> Path:

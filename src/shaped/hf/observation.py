@@ -32,7 +32,7 @@ def find_layers(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
     return {layer_of(name): (modules[layer_of(name)], module) for name, module in attentions.items()}
 
 
-class Observation(AbstractContextManager["Observation"]):
+class QuantityRecorder(AbstractContextManager["QuantityRecorder"]):
     """Hooks on a model that measure every layer in the next forward pass. Later passes, before `close`, change nothing.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shaped.hf.observation import Observation
+from shaped.hf.observation import QuantityRecorder
 from shaped.nn.diagnostics import QUANTITIES, Source, measure
 from shaped.watching.alarms import Alarm, Alarms
 from shaped.watching.recording import measure_batch
@@ -26,7 +26,7 @@ def observe(model: nn.Module, ids: Tensor, gradients: dict[str, Tensor], **input
 
     `inputs` are other arguments of the model. Quantities that no layer has, such as the gains of a Pre-LN model, are left out.
     """
-    with Observation(model) as seen:
+    with QuantityRecorder(model) as seen:
         model(input_ids=ids, **inputs)
     for name, (layer, _) in seen.layers.items():
         of_layer = [gradient for parameter, gradient in gradients.items() if parameter.startswith(name + ".")]
