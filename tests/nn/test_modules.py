@@ -128,6 +128,15 @@ def test_a_schedule_without_gains_to_change_is_refused(schedule):
     Fixed().apply(nn.Linear(2, 2), 2)
 
 
+@pytest.mark.parametrize("made_with", [Fixed(), Recover(5)])
+def test_learn_is_refused_where_nothing_is_trained(made_with):
+    """It would do nothing, in silence; so on a stock model that was shaped without learn=True."""
+    with refused("schedule must be", "Learn()", "not trained", "learn=True"):
+        Learn().apply(ShapedEncoder(1, N, HEADS, gamma=0.3, schedule=made_with), 0)
+    Learn().apply(ShapedEncoder(1, N, HEADS, gamma=0.3, schedule=Learn()), 0)
+    Learn().apply(ShapedFeedForwardBlock(N, shaped=False), 0)  # a baseline has no gains
+
+
 @pytest.mark.parametrize("step", [math.nan, -1, 2.5, True, None])
 def test_a_step_that_is_none_is_refused(step: Any):
     encoder = ShapedEncoder(1, N, HEADS, gamma=0.3, schedule=Recover(10))

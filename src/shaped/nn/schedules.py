@@ -48,6 +48,13 @@ class Schedule(ABC):
                 "it is a Hugging Face model, call shaped.hf.shape(model) first"
             )
         if self.learns:
+            constants = {id(buffer) for module in shapeable for buffer in module.buffers(recurse=False)}
+            scalars = [gain for module in shapeable for gain in module.scalars()]
+            if scalars and all(id(gain) in constants for gain in scalars):
+                raise ValueError(
+                    f"schedule must be the one that the model was made with, whose shaping is not trained, got {self!r}; shape a stock "
+                    "Hugging Face model by shaped.hf.shape(model, learn=True)"
+                )
             return
         if any(gain.requires_grad for module in shapeable for gain in module.scalars()):
             raise ValueError(f"schedule must be the one that the model was made with, which trains its shaping, got {self!r}")
