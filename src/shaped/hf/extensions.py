@@ -17,7 +17,7 @@ from transformers.trainer_callback import CallbackHandler
 from shaped.hf.attention import NAME, mark_roles
 from shaped.hf.callbacks import LayerLogCallback
 from shaped.hf.configuration import ShapedConfig
-from shaped.hf.shaping import install_gains, list_configs, refuse_if_ignored
+from shaped.hf.shaping import CHOOSE, install_gains, list_configs, refuse_if_ignored
 from shaped.nn.schedules import Shapeable
 
 
@@ -133,7 +133,7 @@ def patch_from_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    """The same warning where the caller passes a config object, which `from_dict` does not see."""
+    """The same warning where the caller passes a config object, which `from_dict` does not see; and a model that knows no other attention is refused."""
 
     def load_with_warning(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config", args[0] if args else None)
@@ -141,7 +141,14 @@ def patch_loading(load: Callable[..., Any]) -> Callable[..., Any]:
             has_gains = getattr(config, "shaped", None) or isinstance(config, ShapedConfig)
             if overrides_shaping(shaped_parts(config), kwargs) and not has_gains:
                 warn_of_plain_attention(kwargs["attn_implementation"], config)
-        return load(cls, *args, **kwargs)
+        try:
+            return load(cls, *args, **kwargs)
+        except KeyError as error:
+            if error.args != (NAME,):
+                raise
+            raise ValueError(  # old models (Falcon, GPT-J) look it up in their constructor, before `post_init`
+                f"attn_implementation='{NAME}' is unknown to {cls.__name__}, which has a table of attentions of its own; {CHOOSE}"
+            ) from None
 
     return load_with_warning
 

@@ -18,6 +18,7 @@ from shaped.nn import blocks
 from shaped.nn.modules import AttentionShaping, has_gains
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+CHOOSE = "choose a model that goes through the attention interface of transformers, such as BERT, ModernBERT, GPT-2 or Llama"
 
 
 def shape(
@@ -194,8 +195,7 @@ def refuse_if_ignored(model: PreTrainedModel) -> None:
     own = sorted({type(module).__name__ for module in model.modules() if bypasses_interface(type(module))})
     if own or not find_self_attentions(model):
         raise ValueError(
-            f"attn_implementation='{NAME}' has no effect on {', '.join(own) or 'the modules'} of {type(model).__name__}, which do not go "
-            "through the attention interface of transformers; choose a model that does, such as BERT, ModernBERT, GPT-2 or Llama"
+            f"attn_implementation='{NAME}' has no effect on {', '.join(own) or 'the modules'} of {type(model).__name__}; {CHOOSE}"
         )
     for module in find_self_attentions(model).values():
         if name := find_other_softmax(module):

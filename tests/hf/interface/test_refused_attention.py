@@ -69,6 +69,22 @@ def test_models_that_would_ignore_it_are_refused():
     assert not hasattr(stock.config, "shaped")
 
 
+def test_models_with_a_table_of_attentions_are_refused():
+    """GPT-Neo, like Falcon and GPT-J, looks its attention up while it is built: a KeyError of transformers, 'shaped', said nothing."""
+    from transformers import AutoModelForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
+
+    def config() -> Any:
+        kinds: list[Any] = [[["global"], 1]]
+        return GPTNeoConfig(vocab_size=VOCABULARY, hidden_size=16, num_layers=1, num_heads=2, attention_types=kinds, **TOKENS)
+
+    stock = GPTNeoForCausalLM(config())
+    with refused("attn_implementation", "GPTNeoSelfAttention of GPTNeo", "GPT-2 or Llama"):
+        hf.shape(stock)
+    for load in (AutoModelForCausalLM.from_config, GPTNeoForCausalLM._from_config):
+        with refused("attn_implementation", "GPTNeoForCausalLM", "GPT-2 or Llama"):
+            load(config(), attn_implementation="shaped")
+
+
 def test_models_that_would_ignore_it_in_part_are_refused():
     """LongT5's encoder has attention of its own; its decoder goes through the interface."""
     from transformers import LongT5Config, LongT5Model
