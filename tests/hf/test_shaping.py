@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stock import BOTH, DECODERS, ENCODERS, IMAGES, bart, bert, doge, gpt2, llama, made, own, t5, umt5
+from stock import BOTH, DECODERS, ENCODER, ENCODERS, IMAGES, TOKENS, bart, bert, doge, gpt2, llama, made, own, t5, umt5
 from test_interface import inputs
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, BertForSequenceClassification
 
@@ -308,6 +308,18 @@ def test_weights_that_are_not_in_memory(tmp_path):
     again = type(model).from_pretrained(tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "disk"))
     given = inputs("bert")
     assert torch.allclose(again(**given).logits, model(**given).logits, atol=1e-6)
+
+
+def test_a_model_that_makes_some_weights_on_the_cpu_is_loaded(tmp_path):
+    """DiffLlama does, also where from_pretrained makes everything on the meta device."""
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+    model = hf.shape(DiffLlamaForCausalLM(DiffLlamaConfig(**ENCODER, **TOKENS)), gamma1=0.4).eval()
+    model.save_pretrained(tmp_path)
+    again = DiffLlamaForCausalLM.from_pretrained(tmp_path)
+    assert [shaping.gamma1.item() for shaping in shapings(again)] == pytest.approx([0.4, 0.4])
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def load_saved(model, path):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -131,9 +132,10 @@ def install_gains(model: PreTrainedModel) -> None:
     settings = read_settings(model.config)
     for module in find_self_attentions(model).values():
         if not has_gains(module):
-            shaping = AttentionShaping(settings["gamma1"], settings["gamma2"], settings["learn"])
-            like = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
-            module.add_module("shaping", shaping if like is None else shaping.to(device=like.device, dtype=like.dtype))
+            like = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), torch.empty(0))
+            with like.device:  # from_pretrained makes a model on the meta device, but some weights (DiffLlama) are made on the CPU
+                shaping = AttentionShaping(settings["gamma1"], settings["gamma2"], settings["learn"])
+            module.add_module("shaping", shaping.to(like.dtype))
         module.__dict__["shaped_temperature"] = find_temperature(settings["tau0"], find_width(module, model))
         module.__dict__["shaped_branch"] = settings["gamma"]
 
