@@ -133,7 +133,7 @@ def patch_from_dict(from_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_loading(load: Callable[..., Any]) -> Callable[..., Any]:
-    """The same warning where the caller passes a config object, which `from_dict` does not see; and a model that knows no other attention is refused."""
+    """The same warning where the caller passes a config object, which `from_dict` does not see; and the refusal of some old models."""
 
     def load_with_warning(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config", args[0] if args else None)
