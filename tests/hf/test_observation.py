@@ -120,6 +120,29 @@ def test_without_hooks_attention_compiles_whole_and_hooks_come_and_go():
     assert len(scales) == 1
 
 
+def test_an_observed_model_is_compiled_whole_afterwards():
+    """Trainer compiles in its first step, which is observed: the program of all later steps had a gap at every hook."""
+    graphs: list[int] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    model, plain = make_model(), make_model()
+    with Observation(plain) as expected:
+        logits = plain(IDS).logits
+    compiled = torch.compile(model, backend=count)
+    with Observation(model) as seen:
+        compiled(input_ids=IDS)
+    assert not graphs
+    assert seen.values == expected.values
+    assert torch.allclose(compiled(input_ids=IDS).logits, logits, atol=1e-5)
+    whole = len(graphs)
+    with Observation(model):
+        compiled(input_ids=IDS)
+    assert len(graphs) == whole == 1
+
+
 def test_a_new_quantity_is_one_function(tmp_path):
     """It is measured by training and by the callback, with nothing else changed."""
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from shaped.diagnosis.curves import Curves, list_curves
 from shaped.diagnosis.observation import Observation, find_device, observe
-from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.one_pass.stack import iterate_values
 from shaped.diagnosis.reinitialised import describe_drawing, draw_weights, make_fresh_copy
+from shaped.nn.compiled import unwrap
 
 PREDICTED = {"correlation": "rho", "rank": "rank", "length": "length", "entropy": "entropy"}
 """Curves that `shaped.hf.predict` has, and their names there."""

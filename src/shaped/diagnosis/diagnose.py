@@ -10,11 +10,11 @@ from torch import nn
 from shaped.checks import whole_number
 from shaped.diagnosis.bands import measure_bands
 from shaped.diagnosis.observation import describe_batch, observe
-from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.remedies import try_remedies
 from shaped.diagnosis.result import Diagnosis
 from shaped.diagnosis.verdicts import judge
+from shaped.nn.compiled import unwrap
 
 
 def diagnose(

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.one_pass.attention_calls import expose_to_modes
-from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.losses import Loss, choose_loss
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
 from shaped.diagnosis.one_pass.stack import Part, choose_layers
 from shaped.diagnosis.one_pass.unchanged import keep_unchanged
+from shaped.nn.compiled import unwrap
 from shaped.nn.diagnostics import measure_length
 from shaped.process import quote_error
 

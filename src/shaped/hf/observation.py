@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 
 from shaped.hf.attention import find_self_attentions
 from shaped.nn.attention_hooks import AttentionInputs, register_attention_hook
+from shaped.nn.compiled import run_uncompiled
 from shaped.nn.diagnostics import Source, measure
 
 PADDING_MASKS = ("attention_mask", "decoder_attention_mask")
@@ -35,6 +36,8 @@ def find_layers(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
 class QuantityRecorder(AbstractContextManager["QuantityRecorder"]):
     """Hooks on a model that measure every layer in the next forward pass. Later passes, before `close`, change nothing.
 
+    What is compiled runs uncompiled until `close`: its program would have these hooks in it, and keep its gaps for them.
+
     Args:
         model: has self-attention that goes through the attention interface.
         sequences: how many sequences of the batch are measured; all by default.
@@ -47,7 +50,10 @@ class QuantityRecorder(AbstractContextManager["QuantityRecorder"]):
         self._sequences = sequences
         self._masks: dict[str, Any] = {}
         self._measured: set[tuple[str, Source]] = set()
-        self._removals: list[Callable[[], None]] = [model.register_forward_pre_hook(self._keep_masks, with_kwargs=True).remove]
+        eager = ExitStack()
+        eager.enter_context(run_uncompiled())
+        self._removals: list[Callable[[], None]] = [eager.close]
+        self._removals.append(model.register_forward_pre_hook(self._keep_masks, with_kwargs=True).remove)
         for name, (layer, attention) in self.layers.items():
             self._removals.append(register_attention_hook(attention, self._attention_hook(name)))
             self._removals.append(layer.register_forward_hook(self._token_hook(name)).remove)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.observation import StackObservation, find_stacks, make_stacks
-from shaped.diagnosis.one_pass.compiled import run_uncompiled, unwrap
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
+from shaped.nn.compiled import run_uncompiled, unwrap
 
 TOKENS = 128
 """Tokens of a sequence that are measured in the residual stream."""

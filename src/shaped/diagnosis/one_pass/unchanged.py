@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shaped.diagnosis.one_pass.compiled import run_uncompiled
+from shaped.nn.compiled import run_uncompiled
 
 
 @contextmanager

@@ -13,11 +13,11 @@ from torch import nn
 from shaped.diagnosis.curves import list_curves
 from shaped.diagnosis.numbers import show
 from shaped.diagnosis.observation import Observation, observe
-from shaped.diagnosis.one_pass.compiled import unwrap
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.remedies.table import REMEDIES, Remedy, Variant
 from shaped.diagnosis.verdicts import RULES, Finding, judge, measure_risk
 from shaped.engine.progress import progress_bar
+from shaped.nn.compiled import unwrap
 from shaped.process import quote_error
 
 PASSES = 12
