@@ -23,12 +23,23 @@ LARGEST = 1 << 30  # bytes; larger text files are refused
 SEAL = "seal"  # the entry of a JSON object that holds the hash of the other entries
 
 
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Around writes to an open file: their errors, as on a full disk, do not know its name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Calls `write` with a temporary file and renames it to `path` when it is complete. An interrupted run leaves no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = _create_beside(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming_file(path), os.fdopen(handle, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -181,16 +192,14 @@ def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     A device that is full takes only a part, without an error. What was written of it is then taken back, so that later lines are whole.
     """
     content = _format_lines(lines)
-    with open(path, "ab", buffering=0) as file:
+    with naming_file(path), open(path, "ab", buffering=0) as file:
         end = os.fstat(file.fileno()).st_size
         try:
             written = file.write(content)
             while written < len(content):  # the next write says why
                 written += file.write(content[written:])
-        except BaseException as error:
+        except BaseException:
             file.truncate(end)
-            if isinstance(error, OSError):
-                error.filename = str(path)  # a write does not know it
             raise
 
 

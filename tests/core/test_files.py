@@ -73,6 +73,20 @@ def test_a_line_that_the_disk_has_no_room_for_leaves_nothing(tmp_path: Path):
     assert path.read_text() == '{"step": 0}\n{"step": 2}\n{"step": 3}\n'
 
 
+def test_an_error_of_a_write_names_the_file(tmp_path: Path):
+    """On a full disk the command had said no more than that no space is left."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"too large.*result\.json"):
+            write_atomically(tmp_path / "result.json", lambda file: file.write(b"0123456789"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match=r"^what transformers says$"):
+        write_atomically(tmp_path / "result.json", lambda file: (_ for _ in ()).throw(OSError("what transformers says")))
+
+
 def test_numbers_that_json_lacks_become_none():
     assert replace_non_finite({"a": (1.0, math.inf), "b": [{"c": -math.inf}], "d": math.nan, "e": "nan", "f": True}) == {
         "a": [1.0, None],

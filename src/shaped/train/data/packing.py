@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shaped.files import open_regular, read_json, remove, write_sealed
+from shaped.files import naming_file, open_regular, read_json, remove, write_sealed
 from shaped.train.data.text import Line
 from shaped.train.data.tokenizer import END, FIRST
 
@@ -31,7 +31,7 @@ def pack_rows(stream: Iterator[Line], tokenizer: Any, path: Path, length: int, d
         remove(path)
     state, digest = _read_progress(progress, path, row)
     most = None if limit is None else -(-limit // length)
-    with open(path, "r+b" if path.exists() else "wb") as file:
+    with naming_file(path), open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(state["rows"] * row)  # what a killed run wrote but did not record
         file.seek(0, os.SEEK_END)
         stream = islice(stream, state["lines"], None)
