@@ -207,7 +207,7 @@ def _is_close(one: Any, other: Any) -> bool:
 def read_known(*places: Path, files: str = FILES) -> dict[str, RunRecord]:
     """The race's finished runs by name."""
     ended = [path.parent for place in places for name in ("result.json", "diverged.json") for path in place.glob(f"*/{name}")]
-    runs = read_runs([*sorted(RESULTS.glob(files)), *ended])
+    runs = read_runs([*sorted(RESULTS.glob(files)), *sorted(ended)])
     return {run.name.rsplit("/", 1)[-1]: run for run in runs if run.result is not None or run.why}
 
 
@@ -217,13 +217,15 @@ class Track:
     def __init__(self, data: Path, out: Path, minutes: float, files: str = FILES):
         self.data, self.out, self.ends = data, out, time.monotonic() + 60 * minutes
         self.known = read_known(out, files=files)
-        self.steppers, self.slowest = StepperCache(), 0.0
+        self.steppers, self.pace = StepperCache(), 0.0
+        """Seconds a step of the last run, its start included."""
 
     def measure(self, name: str, settings: dict[str, Any]) -> float:
         if (loss := find_loss(self.known, name, settings)) is not None:
             return loss
         left = self.ends - time.monotonic()
-        if left < self.slowest and not settings.get("keep"):  # without checkpoints an unfinished run is lost
+        # Without checkpoints an unfinished run is lost.
+        if left < self.pace * settings["steps"] and not settings.get("keep"):
             raise OutOfTime(f"no time for {name}")
         began = time.monotonic()
         run = Settings.of(QUIET | settings | {"data": self.data, "out": self.out / name, "minutes": max(left, 1.0) / 60})
@@ -235,8 +237,9 @@ class Track:
         except Stopped as error:
             raise OutOfTime(str(error)) from None
         self.known[name] = read_folder(run.out)
-        self.slowest = max(self.slowest, time.monotonic() - began)
-        print(f"{name}: {loss:.4f} ({time.monotonic() - began:.0f} s)", flush=True)
+        seconds = time.monotonic() - began
+        self.pace = seconds / settings["steps"]
+        print(f"{name}: {loss:.4f} ({seconds:.0f} s)", flush=True)
         return loss
 
 

@@ -97,16 +97,24 @@ def draw_finals(known: Known) -> Figure:
         if group.is_tuning or len(group.runs) < 2:
             continue
         plain, seeds = group.arm.removesuffix("-qk"), ", ".join(str(run.settings["seed"]) for run in group.runs)
-        label = f"{NAMES.get(plain, plain)}{' + QK-norm' if group.arm != plain else ''}, seeds {seeds}"
+        tables = describe_tables(group.runs[0])
+        label = f"{NAMES.get(plain, plain)}{' + QK-norm' if group.arm != plain else ''}{tables}, seeds {seeds}"
         for number, run in enumerate(group.runs):
             tests = [line for line in run.metrics if line["kind"] == "test"]
             steps, losses = (np.array([line[key] for line in tests], dtype=float) for key in ("step", "loss"))
             for axes, x in zip(panels, (steps, steps * milliseconds_a_step(run) / 1e3), strict=True):
-                axes.plot(x, losses, color=COLOURS.get(plain, GREY), linewidth=0.9, label=label if number == 0 else None)
+                style, colour = "--" if tables else "-", COLOURS.get(plain, GREY)
+                axes.plot(x, losses, style, color=colour, linewidth=0.9, label=label if number == 0 else None)
     panels[0].set(xlabel="step", ylabel="test loss (nats)", ylim=(None, 7.5))
     panels[1].set(xlabel="seconds of training on an H200")
     panels[0].legend()
     return figure
+
+
+def describe_tables(run: RunRecord) -> str:
+    """Of a shaped run whose embedding tables are not of variance 1."""
+    small = run.settings["model"] == "shaped" and run.settings["embedding_std"] is not None
+    return f", tables of {run.settings['embedding_std']:g}" if small else ""
 
 
 def find_rates(run: RunRecord) -> tuple[float, float]:
@@ -124,7 +132,9 @@ def draw_branches(known: Known) -> Figure:
     for run in sorted(runs, key=find_rates):
         last, (rate, gain_lr) = [line for line in run.metrics if line["kind"] == "layers"][-1], find_rates(run)
         layers, slower = np.arange(1, 1 + len(last["entropy"])), f", of λ and γ {gain_lr:g} times that" if gain_lr != 1.0 else ""
-        label, fmt, color = f"learning rate {rate:g}{slower}", "s--" if slower else "o-", BLACK if slower else colours[rate]
+        tables = describe_tables(run)
+        label, fmt = f"learning rate {rate:g}{slower}{tables}", "^:" if tables else "s--" if slower else "o-"
+        color = BLACK if slower else colours[rate]
         for axes, values in zip(panels, (np.abs(last["gamma_attention"]), last["entropy"]), strict=True):
             axes.plot(layers, values, fmt, color=color, linewidth=0.9, markersize=2.5, label=None if label in named else label)
         named.add(label)
