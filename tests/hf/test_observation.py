@@ -129,16 +129,16 @@ def test_an_observed_model_is_compiled_whole_afterwards():
         return graph.forward
 
     model, plain = make_model(), make_model()
-    with Observation(plain) as expected:
+    with QuantityRecorder(plain) as expected:
         logits = plain(IDS).logits
     compiled = torch.compile(model, backend=count)
-    with Observation(model) as seen:
+    with QuantityRecorder(model) as seen:
         compiled(input_ids=IDS)
     assert not graphs
     assert seen.values == expected.values
     assert torch.allclose(compiled(input_ids=IDS).logits, logits, atol=1e-5)
     whole = len(graphs)
-    with Observation(model):
+    with QuantityRecorder(model):
         compiled(input_ids=IDS)
     assert len(graphs) == whole == 1
 

@@ -200,7 +200,9 @@ def glue(
                 continue
             for name in ("matthews", "accuracy", "f1"):
                 spread = "" if summary[name]["std"] is None else f" ± {summary[name]['std']:.3f}"
-                lines.say(f"{name}: {summary[name]['mean']:.3f}{spread} over {len(settings.seeds)} seed{'s' if len(settings.seeds) > 1 else ''}")
+                lines.say(
+                    f"{name}: {summary[name]['mean']:.3f}{spread} over {len(settings.seeds)} seed{'s' if len(settings.seeds) > 1 else ''}"
+                )
             lines.say(f"written: {run / f'glue-{settings.task}.json'}")
     if diverged:
         raise typer.Exit(1)
