@@ -47,9 +47,9 @@ def shape(
     _refuse_strangers(model, "shape")
     if isinstance(model.config, ShapedConfig):
         raise ValueError(f"model must be a stock model, got {type(model).__name__}, which has its shape from its ShapedConfig")
-    before = getattr(model.config, "shaped", None)
+    instead_of = (getattr(model.config, "shaped", None) or {}).get("instead_of")
     settings = check_settings(tau0=tau0, learn=learn, gamma1=gamma1, gamma2=gamma2, gamma=gamma)
-    settings |= {"instead_of": before["instead_of"] if before else choose_plain_attention(model)}
+    settings |= {"instead_of": instead_of or choose_plain_attention(model)}
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model must have its weights in memory before it is shaped, got parameters on the meta device")
     refuse_if_ignored(model)

@@ -102,6 +102,7 @@ def test_entries_that_a_config_lacks_have_the_defaults_of_shape():
     assert torch.equal(predict(config, 4, samples=2).rho, expected)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="shaped")
     assert has_gains_of_config(model, model.config)  # `diagnose` asks
+    assert shape(model).config.shaped["instead_of"] == "sdpa"  # it lacks this entry too
 
 
 @pytest.mark.parametrize(
