@@ -39,10 +39,11 @@ SHAPE: dict[str, Any] = {"objective": "causal", "positions": "rope", "depth": 12
 TUNING = race.TUNING | SHAPE
 FINAL: dict[str, Any] = SHAPE | {"steps": 10_000, "evaluate_every": 1000, "observe_every": 1000, "keep": 0}
 SEEDS = (1, 2)
+TABLES: Choice = ("tables", race.TABLES[1] | {"head_lr": 1.0})  # they slow the output matrix too: in place of a slower one
 CHOICES: dict[str, tuple[Choice, ...]] = {  # as many for each arm; none was tried in the first finals
-    "recover-qk": (race.TABLES, race.SLOW_GAINS),
-    "preln-qk": (race.QK_GAIN, race.CLIP),
-    "prerms-qk": (race.QK_GAIN, race.CLIP),
+    "recover-qk": (race.SLOW_HEAD, race.SLOWER_HEAD, TABLES),
+    "preln-qk": (race.SLOW_HEAD, race.QK_GAIN, race.CLIP),
+    "prerms-qk": (race.SLOW_HEAD, race.QK_GAIN, race.CLIP),
 }
 KINDS = ("final", "chosen", "repeat")  # the last is for its model alone: no table has it
 PROMPTS = ("The history of the city begins", "She opened the door and", "The experiment shows that")

@@ -57,6 +57,8 @@ GAMMA: Choice = ("gamma", {"gamma": 0.2})
 QK_GAIN: Choice = ("qk-gain", {"qk_gain": True})
 SLOW_GAINS: Choice = ("slow-gains", {"gain_lr": 0.1})
 TABLES: Choice = ("tables", {"embedding_std": 0.02, "embedding_lr": 1.0})
+SLOW_HEAD: Choice = ("slow-head", {"head_lr": 0.1})
+SLOWER_HEAD: Choice = ("slower-head", {"head_lr": 0.02})
 LATER = (SLOW_GAINS, TABLES)
 
 
@@ -254,7 +256,7 @@ def name_final(arm: str, settings: dict[str, Any], seed: int) -> str:
     return "-".join([arm, "final", *kept, f"{settings['lr']:g}", f"{seed}"])
 
 
-CHOSEN = ("lr", "embedding_lr", "gain_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
+CHOSEN = ("lr", "embedding_lr", "gain_lr", "head_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
 
 
 def read_choices(run: RunRecord) -> dict[str, Any]:

@@ -53,6 +53,15 @@ PADDING = torch.ones(2, 9, dtype=torch.long)
 PADDING[1, 6:] = 0
 
 
+def test_with_qk_norm_the_output_is_proportional_to_the_tables():
+    """No bias, and no norm sees the length of the stream: docs/race.md says that smaller tables are a slower output matrix."""
+    model = made(ShapedForCausalLM, qk_norm=True, positions="rope").double()
+    before = model(tokens()).logits
+    with torch.no_grad():
+        model.model.embedding.tokens.weight.mul_(0.02)
+    assert torch.allclose(model(tokens()).logits / 0.02, before, rtol=0.0, atol=0.01)  # eps makes 0.003, no QK-norm 0.18
+
+
 def test_the_stack_is_the_encoder_of_shaped_nn():
     model, encoder = made(ShapedModel), ShapedEncoder(DEPTH, N, HEADS, gamma=0.4)
     renamed = {name.replace("layers.", "blocks.").replace(".block.", "."): value for name, value in model.state_dict().items()}

@@ -226,7 +226,7 @@ def test_later_choices_of_the_masked_race_leave_the_causal_settings(
 
 def test_causal_arms_have_as_many_choices_and_finals_of_their_own(causal_race: ModuleType):
     """Runs by name: where no choice lowers the loss, the finals are the first ones."""
-    assert {len(choices) for choices in causal_race.CHOICES.values()} == {2}
+    assert {len(choices) for choices in causal_race.CHOICES.values()} == {3}
     assert causal_race.CHOICES.keys() == set(causal_race.ARMS)
     runs: list[str] = []
 
@@ -234,18 +234,22 @@ def test_causal_arms_have_as_many_choices_and_finals_of_their_own(causal_race: M
         def measure(name: str, settings: dict[str, Any]) -> float:
             runs.append(name.removeprefix(f"causal-{arm}-"))
             assert settings["objective"] == "causal"
-            small = settings.get("embedding_std") == 0.02
+            small, head = settings.get("embedding_std") == 0.02, settings.get("head_lr", 1.0)
             best = 8e-3 if small else 4e-3
-            return abs(math.log2(settings["lr"] / best)) + (gain if small else 1.0) + (settings.get("gain_lr") == 0.1)
+            return abs(math.log2(settings["lr"] / best)) + (gain if small else 1.0) + {1.0: 0.0, 0.1: -0.5, 0.02: 0.5}[head]
 
         return causal_race.choose(arm, measure)
 
     chosen = search("recover-qk", gain=-1.0)
-    assert (chosen["embedding_std"], chosen["embedding_lr"], chosen.get("gain_lr"), chosen["lr"]) == (0.02, 1.0, None, 8e-3)
-    assert runs == ["0.002", "0.001", "0.004", "0.008", "1-tables", "2-slow-gains", "again-0.002", "again-0.008", "again-0.016"]
+    assert [chosen[key] for key in ("embedding_std", "embedding_lr", "head_lr", "lr")] == [0.02, 1.0, 1.0, 8e-3]
+    choices = ["1-slow-head", "2-slower-head", "3-tables"]
+    assert runs == ["0.002", "0.001", "0.004", "0.008", *choices, "again-0.002", "again-0.008", "again-0.016"]
     assert causal_race.name_final("recover-qk", chosen, 2) == "causal-recover-qk-chosen-0.008-2"
-    plain = search("recover-qk", gain=2.0)
-    assert "embedding_std" not in plain
+    slow = search("recover-qk", gain=2.0)
+    assert "embedding_std" not in slow
+    assert slow["head_lr"] == 0.1
+    assert causal_race.name_final("recover-qk", slow, 1) == "causal-recover-qk-chosen-0.004-1"
+    plain = causal_race.tune("recover-qk", lambda name, settings: abs(math.log2(settings["lr"] / 4e-3)))
     assert causal_race.name_final("recover-qk", plain, 1) == "causal-recover-qk-final-0.004-1"
 
 
