@@ -41,7 +41,7 @@ FINAL: dict[str, Any] = SHAPE | {"steps": 10_000, "evaluate_every": 1000, "obser
 SEEDS = (1, 2)
 TABLES: Choice = ("tables", race.TABLES[1] | {"head_lr": 1.0})  # they slow the output matrix too: in place of a slower one
 CHOICES: dict[str, tuple[Choice, ...]] = {  # as many for each arm; none was tried in the first finals
-    "recover-qk": (race.SLOW_HEAD, race.SLOWER_HEAD, TABLES),
+    "recover-qk": (race.FAST_TABLES, race.SLOW_HEAD, TABLES),
     "preln-qk": (race.SLOW_HEAD, race.QK_GAIN, race.CLIP),
     "prerms-qk": (race.SLOW_HEAD, race.QK_GAIN, race.CLIP),
 }

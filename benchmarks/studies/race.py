@@ -58,7 +58,7 @@ QK_GAIN: Choice = ("qk-gain", {"qk_gain": True})
 SLOW_GAINS: Choice = ("slow-gains", {"gain_lr": 0.1})
 TABLES: Choice = ("tables", {"embedding_std": 0.02, "embedding_lr": 1.0})
 SLOW_HEAD: Choice = ("slow-head", {"head_lr": 0.1})
-SLOWER_HEAD: Choice = ("slower-head", {"head_lr": 0.02})
+FAST_TABLES: Choice = ("fast-tables", {"embedding_lr": 50.0})
 LATER = (SLOW_GAINS, TABLES)
 
 
@@ -172,8 +172,10 @@ def extend(losses: dict[float, float], measure: Callable[[float], float], *, fir
 
 def set_rate(settings: dict[str, Any], rate: float) -> dict[str, Any]:
     """With this learning rate. The rate of the embedding tables stays, unless a choice has tied it to that of the rest."""
-    tied = settings.get("embedding_lr") == 1.0
-    return settings | {"lr": rate, "embedding_lr": 1.0 if tied else EMBEDDING_LR / rate}
+    factor = settings.get("embedding_lr")
+    if factor != 1.0:
+        factor = (EMBEDDING_LR if factor is None else factor * settings["lr"]) / rate
+    return settings | {"lr": rate, "embedding_lr": factor}
 
 
 class OutOfTime(Exception):

@@ -236,18 +236,20 @@ def test_causal_arms_have_as_many_choices_and_finals_of_their_own(causal_race: M
             assert settings["objective"] == "causal"
             small, head = settings.get("embedding_std") == 0.02, settings.get("head_lr", 1.0)
             best = 8e-3 if small else 4e-3
-            return abs(math.log2(settings["lr"] / best)) + (gain if small else 1.0) + {1.0: 0.0, 0.1: -0.5, 0.02: 0.5}[head]
+            fast = settings["embedding_lr"] * settings["lr"] == pytest.approx(50.0 * 4e-3)
+            return abs(math.log2(settings["lr"] / best)) + (gain if small else 1.0) - 0.25 * fast - 0.5 * (head == 0.1)
 
         return causal_race.choose(arm, measure)
 
     chosen = search("recover-qk", gain=-1.0)
     assert [chosen[key] for key in ("embedding_std", "embedding_lr", "head_lr", "lr")] == [0.02, 1.0, 1.0, 8e-3]
-    choices = ["1-slow-head", "2-slower-head", "3-tables"]
+    choices = ["1-fast-tables", "2-slow-head", "3-tables"]
     assert runs == ["0.002", "0.001", "0.004", "0.008", *choices, "again-0.002", "again-0.008", "again-0.016"]
     assert causal_race.name_final("recover-qk", chosen, 2) == "causal-recover-qk-chosen-0.008-2"
     slow = search("recover-qk", gain=2.0)
     assert "embedding_std" not in slow
-    assert slow["head_lr"] == 0.1
+    assert (slow["head_lr"], slow["embedding_lr"]) == (0.1, 50.0)
+    assert causal_race.race.set_rate(slow, 1e-3)["embedding_lr"] == 200.0  # their own rate stays
     assert causal_race.name_final("recover-qk", slow, 1) == "causal-recover-qk-chosen-0.004-1"
     plain = causal_race.tune("recover-qk", lambda name, settings: abs(math.log2(settings["lr"] / 4e-3)))
     assert causal_race.name_final("recover-qk", plain, 1) == "causal-recover-qk-final-0.004-1"
