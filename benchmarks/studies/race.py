@@ -258,7 +258,8 @@ def name_final(arm: str, settings: dict[str, Any], seed: int) -> str:
     return "-".join([arm, "final", *kept, f"{settings['lr']:g}", f"{seed}"])
 
 
-CHOSEN = ("lr", "embedding_lr", "gain_lr", "head_lr", "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "shaping_lr", "dyt_alpha")
+RATE_FACTORS = ("embedding_lr", "gain_lr", "head_lr", "shaping_lr")
+CHOSEN = ("lr", *RATE_FACTORS, "clip", "init", "embedding_std", "qk_gain", "gamma", "tau0", "dyt_alpha")
 
 
 def read_choices(run: RunRecord) -> dict[str, Any]:
