@@ -2,6 +2,7 @@
 
     python benchmarks/studies/causal_race.py tune --data data-1024 --out runs/causal --minutes 9
     python benchmarks/studies/causal_race.py choose --data data-1024 --out runs/causal --minutes 9
+    python benchmarks/studies/causal_race.py exchange --data data-1024 --out runs/causal --minutes 9
     python benchmarks/studies/causal_race.py final --data data-1024 --out runs/causal --minutes 9 [--models]
     python benchmarks/studies/causal_race.py sample --out runs/causal
     python benchmarks/studies/causal_race.py context --data data-1024 --out runs/causal
@@ -45,7 +46,15 @@ CHOICES: dict[str, tuple[Choice, ...]] = {  # as many for each arm; none was tri
     "preln-qk": (race.SLOW_HEAD, race.QK_GAIN, race.CLIP),
     "prerms-qk": (race.SLOW_HEAD, race.QK_GAIN, race.CLIP),
 }
-KINDS = ("final", "chosen", "repeat")  # the last is for its model alone: no table has it
+EXCHANGED: dict[str, Choice] = {  # each side gets the kind of choice that the other has kept
+    "recover-qk": race.QK_GAIN,
+    "preln-qk": (
+        "fast-tables",
+        {"embedding_lr": 2.0},
+    ),  # an entry of 0.02 moves by 0.4 of its size at the rate of 4e-3, as those of recover-qk do
+    "prerms-qk": ("fast-tables", {"embedding_lr": 2.0}),
+}
+KINDS = ("final", "chosen", "exchanged", "repeat")  # the last is for its model alone: no table has it
 PROMPTS = ("The history of the city begins", "She opened the door and", "The experiment shows that")
 
 
@@ -83,14 +92,37 @@ def search_rate(arm: str, measure: Measure) -> tuple[float, dict[str, Any]]:
 
 def choose(arm: str, measure: Measure) -> dict[str, Any]:
     """Those of `tune` with the free choices that lower the loss."""
+    return search_choices(arm, measure)[1]
+
+
+def search_choices(arm: str, measure: Measure) -> tuple[float, dict[str, Any]]:
+    """The settings of `choose`, after their loss."""
     loss, tuned = search_rate(arm, measure)
-    return race.choose(f"causal-{arm}", CHOICES[arm], tuned, loss, lambda name, settings: measure(name, TUNING | settings))
+    return race.search_choices(f"causal-{arm}", CHOICES[arm], tuned, loss, lambda name, settings: measure(name, TUNING | settings))
+
+
+def exchange(arm: str, measure: Measure) -> dict[str, Any]:
+    """Those of `choose` with the other side's choice if it lowers the loss, and then again the best learning rate."""
+    loss, chosen = search_choices(arm, measure)
+    label, change = EXCHANGED[arm]
+
+    def run(rate: float) -> float:
+        return measure(f"causal-{arm}-{label}-{rate:g}", TUNING | race.set_rate(chosen | change, rate))
+
+    losses = {chosen["lr"]: run(chosen["lr"])}
+    if losses[chosen["lr"]] >= loss:
+        return chosen
+    return race.set_rate(chosen | change, race.extend(losses, run))
 
 
 def name_final(arm: str, settings: dict[str, Any], seed: int) -> str:
-    """The first finals had no choices."""
-    chosen = settings.items() - race.set_rate(read_masked_settings(arm), settings["lr"]).items()
-    return f"causal-{arm}-{'chosen' if chosen else 'final'}-{settings['lr']:g}-{seed}"
+    """The first finals had no choices, the second ones not that of the other side."""
+    start = race.set_rate(read_masked_settings(arm), settings["lr"])
+    if all(settings.get(key) != start.get(key) for key in EXCHANGED[arm][1]):
+        kind = "exchanged"
+    else:
+        kind = "chosen" if settings.items() - start.items() else "final"
+    return f"causal-{arm}-{kind}-{settings['lr']:g}-{seed}"
 
 
 def make_tables(known: dict[str, RunRecord]) -> str:
@@ -104,7 +136,7 @@ def make_tables(known: dict[str, RunRecord]) -> str:
         if short:
             cells = (", ".join(f"{name}: {short[name]:.3f}" for name in names) for names in (rates, others))
             tuning.append([f"`{arm}`", *cells, f"{len(short)}"])
-        for kind in ("final", "chosen"):
+        for kind in KINDS[:-1]:
             long = [run for name, run in mine.items() if name.startswith(f"{kind}-") and (run.result is not None or run.why)]
             if long:
                 settings = race_tables.format_settings(race.read_choices(long[0]))
@@ -185,7 +217,7 @@ def load_model(run: Path) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tune", "choose", "final", "sample", "context", "table"))
+    parser.add_argument("what", choices=("tune", "choose", "exchange", "final", "sample", "context", "table"))
     parser.add_argument("arms", nargs="*", default=ARMS, help=f"of {', '.join(ARMS)}; all of them by default")
     parser.add_argument("--data", type=Path, default=Path("data-1024"))
     parser.add_argument("--out", type=Path, default=Path("runs/causal"))
@@ -212,7 +244,7 @@ def main() -> None:
         data = load_data(given.data)
         report(given.out / "context.json", {"runs": {run.name: measure_context(run, data) for run in runs}})
     else:
-        search = tune if given.what == "tune" else choose
+        search = {"tune": tune, "choose": choose}.get(given.what, exchange)
         seeds = SEEDS if given.what == "final" else ()
         _make_runs(Track(given.data, given.out, given.minutes, FILES), given.arms, search, seeds, given.models)
 

@@ -95,20 +95,26 @@ def tune(name: str, measure: Measure, *, free: bool = True) -> dict[str, Any]:
     arm = ARMS[name]
     losses = {rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)) for rate in RATES}
     rate = extend(losses, lambda rate: measure(f"{name}-{rate:g}", set_rate(arm.settings, rate)))
-    return choose(name, arm.choices if free else (), set_rate(arm.settings, rate), losses[rate], measure)
+    return search_choices(name, arm.choices if free else (), set_rate(arm.settings, rate), losses[rate], measure)[1]
 
 
-def choose(name: str, choices: tuple[Choice, ...], kept: dict[str, Any], best: float, measure: Measure) -> dict[str, Any]:
-    """These settings, whose loss is `best`, with each choice that lowers the loss, and, if one was kept, again the best learning rate."""
+def search_choices(
+    name: str, choices: tuple[Choice, ...], kept: dict[str, Any], best: float, measure: Measure
+) -> tuple[float, dict[str, Any]]:
+    """These settings, whose loss is `best`, with each choice that lowers the loss, and, if one was kept, again the best learning rate.
+
+    Their loss stands before them.
+    """
     start = kept
     for number, (label, change) in enumerate(choices, 1):
         loss = measure(f"{name}-{number}-{label}", kept | change)
         if loss < best:
             best, kept = loss, kept | change
     if kept == start:
-        return start
-    rate = extend({kept["lr"]: best}, lambda rate: measure(f"{name}-again-{rate:g}", set_rate(kept, rate)))
-    return set_rate(kept, rate)
+        return best, start
+    losses = {kept["lr"]: best}
+    rate = extend(losses, lambda rate: measure(f"{name}-again-{rate:g}", set_rate(kept, rate)))
+    return losses[rate], set_rate(kept, rate)
 
 
 def lengthen(name: str, measure: Measure) -> dict[str, Any]:

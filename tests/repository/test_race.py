@@ -255,6 +255,32 @@ def test_causal_arms_have_as_many_choices_and_finals_of_their_own(causal_race: M
     assert causal_race.name_final("recover-qk", plain, 1) == "causal-recover-qk-final-0.004-1"
 
 
+def test_causal_arms_get_the_choice_that_the_other_side_kept(causal_race: ModuleType):
+    def search(arm: str, *, gain: float) -> tuple[dict[str, Any], list[str]]:
+        """The best rate is 4e-3, after the exchange half of it; no choice before it is kept."""
+        runs: list[str] = []
+        label = causal_race.EXCHANGED[arm][0]
+
+        def measure(name: str, settings: dict[str, Any]) -> float:
+            runs.append(name.removeprefix(f"causal-{arm}-"))
+            if f"-{label}-" in name:
+                return abs(math.log2(settings["lr"] / 2e-3)) - gain
+            return abs(math.log2(settings["lr"] / 4e-3)) + any(f"-{number}-" in name for number in (1, 2, 3))
+
+        return causal_race.exchange(arm, measure), [run for run in runs if run.startswith(label)]
+
+    kept, runs = search("preln-qk", gain=2.0)
+    assert runs == ["fast-tables-0.004", "fast-tables-0.002", "fast-tables-0.001"]
+    assert (kept["lr"], kept["embedding_lr"]) == (2e-3, 4.0)  # the tables keep their own rate
+    assert causal_race.name_final("preln-qk", kept, 2) == "causal-preln-qk-exchanged-0.002-2"
+    kept, _ = search("recover-qk", gain=2.0)
+    assert causal_race.name_final("recover-qk", kept, 1) == "causal-recover-qk-exchanged-0.002-1"
+    left, runs = search("recover-qk", gain=-1.0)
+    assert runs == ["qk-gain-0.004"]
+    assert "qk_gain" not in left
+    assert causal_race.name_final("recover-qk", left, 1) == "causal-recover-qk-final-0.004-1"
+
+
 def test_finals_without_their_models_are_repeated_under_another_name(causal_race: ModuleType, tmp_path: Path):
     made: list[str] = []
 
