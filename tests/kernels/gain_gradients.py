@@ -48,21 +48,22 @@ def find_relative_errors(shape: Shape, device: str, dtype: torch.dtype, learned:
     x, places = draw(shape.batch, shape.m, n), None
     if shape.kept is not None:
         places = torch.stack([torch.randperm(shape.m, generator=generator)[: shape.kept] for _ in range(shape.batch)]).to(device)
-    gains = [torch.tensor([value], device=device, requires_grad=is_learned) for value, is_learned in zip(GAINS, learned, strict=True)]
+    pairs = [(value, bool(is_learned)) for value, is_learned in zip(GAINS, learned, strict=True) if value is not None]
+    gains = [torch.tensor([value], device=device, requires_grad=is_learned) for value, is_learned in pairs]
 
     exact_gains = tuple(gain.detach().double() for gain in gains)
-    jacobian = torch.func.jacfwd(lambda *values: fused_block.reference(x.double(), places, exact_block, *values), tuple(range(7)))(
+    jacobian = torch.func.jacfwd(lambda *values: fused_block.reference(x.double(), places, exact_block, *values), tuple(range(len(gains))))(
         *exact_gains
     )
     directions = torch.stack([direction.flatten() for direction in jacobian])
     dy = (directions / directions.norm(dim=1, keepdim=True)).sum(0).mul(n).to(dtype)
     expected = directions @ dy.double()
 
-    y = BlockFunction.apply(x.requires_grad_(), places, block, *gains)
+    y = BlockFunction.apply(x.requires_grad_(), places, block, *Gains(*gains))
     assert isinstance(y, Tensor)
     wanted = [gain for gain in gains if gain.requires_grad]
     found = torch.cat(torch.autograd.grad(y, wanted, dy.view_as(y))).double()
-    expected = expected[torch.tensor(learned, device=device)]
+    expected = expected[torch.tensor([is_learned for _, is_learned in pairs], device=device)]
     return ((found - expected) / expected).cpu()
 
 

@@ -103,27 +103,32 @@ def check_correction(m: int, causal: bool, transposed: bool, groups: int) -> Non
     check_near(out, factor * expected, f"identity and centring, m {m}, causal {causal}, transposed {transposed}, groups {groups}")
 
 
-def check_long_attention(m: int, heads: int, D: int, qk_eps: float | None, causal: bool, rotations: int) -> None:
+def check_long_attention(m: int, heads: int, D: int, qk_eps: float | None, causal: bool, rotations: int, qk_gain: bool = False) -> None:
     """Output and gradients against the reference in double precision. `rotations`: 0, one for all sequences, or one for each."""
     batch = 2
     qkv, do = draw(batch, m, 3 * heads * D), draw(batch, m, heads * D)
     angles = 3.0 * draw(max(rotations, 1), m, D // 2).double()
     exact_rotation = (angles.cos(), angles.sin()) if rotations else None
     rotation = (angles.cos().float(), angles.sin().float()) if rotations else None
-    gains = MixingGains(*(torch.tensor([value]) for value in (0.7, 0.4, 0.6)))
-    exact = [x.double().requires_grad_() for x in (qkv, *gains)]
-    expected = exact[3] * LongAttention(heads, 0.3, qk_eps, causal, exact_rotation).reference(*exact[:3])
+    vectors = [1.0 + 0.5 * draw(D), 1.0 - 0.3 * draw(D + 1)[1:]] if qk_gain else []
+    gains = MixingGains(*(torch.tensor([value]) for value in (0.7, 0.4, 0.6)), *vectors)
+    exact = [x.double().requires_grad_() for x in (qkv, *gains) if x is not None]
+    expected = LongAttention(heads, 0.3, qk_eps, causal, exact_rotation).reference(exact[0], MixingGains(*exact[1:]))
     gradients = torch.autograd.grad(expected, exact, do.double())
     attention = LongAttention(heads, 0.3, qk_eps, causal, rotation)
     out, saved = attention.attend(qkv, gains)
-    terms = torch.empty(3, attention.count_terms(qkv))
-    dqkv = attention.attend_backward(do, qkv, saved, gains, MixingGains(*terms))
-    case = f"m {m}, D {D}, qk_eps {qk_eps}, causal {causal}, rotations {rotations}"
+    few, many = attention.count_terms(qkv)
+    terms: MixingGains[Any] = MixingGains(
+        *torch.empty(3, few), *(torch.empty(D, many + 3)[:, :many] for _ in vectors)
+    )  # rows may be longer
+    dqkv = attention.attend_backward(do, qkv, saved, gains, terms)
+    case = f"m {m}, D {D}, qk_eps {qk_eps}, causal {causal}, rotations {rotations}, qk_gain {qk_gain}"
     check_near(out, expected, f"long attention, {case}")
     for name, found, gradient in zip("qkv", dqkv.chunk(3, -1), gradients[0].chunk(3, -1), strict=True):
         check_near(found, gradient, f"its gradient of {name}, {case}")
-    for name, found, gradient in zip(("gamma1", "gamma2", "gain"), terms.sum(1, keepdim=True), gradients[1:], strict=True):
-        check_near(found, gradient, f"its gradient of {name}, {case}")
+    for name, found, gradient in zip(MixingGains._fields, terms, gradients[1:], strict=False):
+        assert found is not None
+        check_near(found.sum(-1).view_as(gradient), gradient, f"its gradient of {name}, {case}")
 
 
 def check_relu_matmul(rows: int, width: int, hidden: int) -> None:
@@ -157,11 +162,17 @@ def check_block(attention: ShortAttention | LongAttention, exact_attention: Shor
     settings: dict[str, Any] = {"side_stream": SideStream(), "last": True}
     written = {name: Matrix(weight, torch.empty_like(weight)) for name, weight in weights.items()}
     exact = {name: Matrix(weight.double().requires_grad_(), weight) for name, weight in weights.items()}
-    gains, x, dy = [torch.tensor([gain]) for gain in GAINS], draw(2, 20, n).requires_grad_(), draw(2, 20, n + 1)[..., 1:]
+    gains, x, dy = (
+        [None if gain is None else torch.tensor([gain]) for gain in GAINS],
+        draw(2, 20, n).requires_grad_(),
+        draw(2, 20, n + 1)[..., 1:],
+    )
     y: Any = BlockFunction.apply(x, None, Block(**written, **settings, attention=attention), *gains)
     y.backward(dy)
     start = x.detach().double().requires_grad_()
-    expected = fused_block.reference(start, None, Block(**exact, **settings, attention=exact_attention), *(gain.double() for gain in gains))
+    expected = fused_block.reference(
+        start, None, Block(**exact, **settings, attention=exact_attention), *(gain if gain is None else gain.double() for gain in gains)
+    )
     expected.backward(dy.double())
     assert x.grad is not None
     assert start.grad is not None
@@ -200,6 +211,8 @@ def check_attention_kernels() -> None:
         for causal in (False, True):
             for transposed, groups in ((False, 1), (False, 2), (True, 1), (True, 2)):
                 check_correction(m, causal, transposed, groups)
+    check_long_attention(70, 3, 16, 0.3, True, 2, qk_gain=True)
+    check_long_attention(70, 2, 16, 0.0, False, 0, qk_gain=True)
     for m, heads, D, qk_eps, causal, rotations in (
         (1, 1, 16, 0.3, True, 1),
         (70, 3, 16, 0.3, True, 2),

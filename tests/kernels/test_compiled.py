@@ -13,6 +13,10 @@ SINGLE = {
         "gamma1",
         "gamma2",
         "gain",
+        "query",
+        "key",
+        "dquery",
+        "dkey",
         "dgamma1",
         "dgamma2",
         "dgain",
@@ -28,8 +32,9 @@ SINGLE = {
         "sin",
     )
 }
+QK_GAINS = ("query_ptr", "key_ptr", "dquery_ptr", "dkey_ptr")
 NUMBERS = dict.fromkeys(("scale", "qk_eps", "weight1", "weight2"), "fp32") | dict.fromkeys(
-    ("heads", "m", "size", "stride", "count1", "count2", "count3", "end1", "end2"), "i32"
+    ("heads", "m", "size", "stride", "count1", "count2", "count3", "count4", "end1", "end2", "end3"), "i32"
 )
 
 
@@ -56,13 +61,13 @@ def test_kernels_of_training(capability):
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("qk_eps", [{}, {"qk_eps": None}], ids=["QK-norm", "raw queries and keys"])
-def test_attention_of_long_sequences(capability, qk_eps):
+@pytest.mark.parametrize("absent", [(), QK_GAINS, (*QK_GAINS, "qk_eps")], ids=["QK-norm with gains", "QK-norm", "raw queries and keys"])
+def test_attention_of_long_sequences(capability, absent):
     from shaped.kernels import attention_correction, long_attention
     from shaped.kernels.gpu import attention_correction as correction
     from shaped.kernels.gpu import queries_keys as kernels
 
-    sizes = {"D": 64, "T": long_attention.TOKENS, "BLOCK": attention_correction.BLOCK, "GROUP": 1, "CAUSAL": True, **qk_eps}
+    sizes = {"D": 64, "T": long_attention.TOKENS, "BLOCK": attention_correction.BLOCK, "GROUP": 1, "CAUSAL": True} | dict.fromkeys(absent)
     for kernel in (kernels.prepare_kernel, kernels.prepare_backward_kernel):
         assert measure_shared_memory(kernel, sizes, capability, {"num_warps": 4}) <= LEAST_SHARED
     recover = dict.fromkeys(("dgamma1_ptr", "dgamma2_ptr"))  # its backward pass has only the gradient of the gain of all

@@ -6,6 +6,7 @@ makes everything wait for the gradients of the weights. Here they are computed o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class Gains(NamedTuple, Generic[T]):
-    """Something for each gain of a block: its value, its gradient, whether it is learned."""
+    """Something for each gain of a block: its value, its gradient, whether it is learned. `query` and `key` are those of QK-norm."""
 
     lam_attention: T
     gamma_attention: T
@@ -32,19 +33,23 @@ class Gains(NamedTuple, Generic[T]):
     lam_feedforward: T
     gamma_feedforward: T
     slope: T
+    query: T | None = None
+    key: T | None = None
 
     @property
     def mixing(self) -> MixingGains[T]:
-        return MixingGains(self.gamma1, self.gamma2, self.gamma_attention)
+        return MixingGains(self.gamma1, self.gamma2, self.gamma_attention, self.query, self.key)
 
 
-# The kernels that compute the terms of each gain's gradient: over tokens, over hidden features, over queries.
+# The kernels that compute the terms of each gain's gradient: over tokens, over hidden features, over queries, over queries and keys.
 SOURCES = {
     "tokens": ("lam_attention", "lam_feedforward"),
     "hidden": ("gamma_feedforward", "slope"),
     "queries": ("gamma_attention", "gamma1", "gamma2"),  # or blocks of them
+    "queries and keys": ("query", "key"),
 }
 SHAPING = ("gamma1", "gamma2", "slope")  # learned all three or none
+QK = SOURCES["queries and keys"]  # both or none
 
 
 class Matrix(NamedTuple):
@@ -75,12 +80,12 @@ class Block:
     last: bool
 
 
-def reference(x: Tensor, places: Tensor | None, block: Block, *gains: Tensor) -> Tensor:
+def reference(x: Tensor, places: Tensor | None, block: Block, *gains: Tensor | None) -> Tensor:
     """What `BlockFunction` computes (Eq. shaped_transformer), in plain PyTorch with autograd. It writes no gradients of weights."""
-    own = Gains(*gains)
+    own = _name(gains)
     qkv = x @ block.qkv.weight.mT
-    mixed = block.attention.reference(qkv, own.gamma1, own.gamma2)
-    x = residual.reference(x, mixed @ block.output.weight.mT, own.lam_attention, own.gamma_attention)
+    mixed = block.attention.reference(qkv, own.mixing)  # times gamma
+    x = residual.reference(x, mixed @ block.output.weight.mT, own.lam_attention, None)
     if places is not None:
         x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
     branch = relu_matmul.reference(x, block.pre.weight, own.slope) @ block.post.weight.mT
@@ -99,8 +104,8 @@ class BlockFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor | None, block: Block, *gains: Tensor) -> Tensor:
-        own, learned = Gains(*gains), _read_learned(ctx)
+    def forward(ctx: Any, x: Tensor, places: Tensor | None, block: Block, *gains: Tensor | None) -> Tensor:
+        own, learned = _name(gains), _read_learned(ctx)
         x = x.contiguous()
         rows = x.flatten(0, -2)
         qkv = torch.mm(rows, block.qkv.weight.t()).unflatten(0, x.shape[:-1])
@@ -124,11 +129,11 @@ class BlockFunction(torch.autograd.Function):
         side_stream = block.side_stream
         with side_stream.joined_on_error():
             rows, qkv, kept, mixed, tokens, middle, hidden, activated, *others = ctx.saved_tensors
-            own, saved, learned = Gains(*others[: len(Gains._fields)]), tuple(others[len(Gains._fields) :]), _read_learned(ctx)
+            own, saved, learned = _name(others[: len(Gains._fields)]), tuple(others[len(Gains._fields) :]), _read_learned(ctx)
             relu = choose_relu_matmul(middle, block.pre.weight)
             counts = {"tokens": residual.count_programs(tokens), "hidden": relu.count_programs(hidden)}
-            counts["queries"] = block.attention.count_terms(qkv)
-            gain_terms = _allocate_terms(counts, learned, rows.device)
+            counts["queries"], counts["queries and keys"] = block.attention.count_terms(qkv)
+            gain_terms = _allocate_terms(counts, own, learned, rows.device)
             terms = _by_gain({} if gain_terms is None else gain_terms.terms_of)
 
             # The feed-forward branch. dx is the gradient past the branch; the product that leaves the branch is added to it in place.
@@ -158,17 +163,22 @@ class BlockFunction(torch.autograd.Function):
             return dx.unflatten(0, qkv.shape[:-1]), None, None, *_by_gain({} if gain_terms is None else gain_terms.sum_of)
 
 
+def _name(gains: Sequence[Tensor | None]) -> Gains[Any]:
+    return Gains(*gains)
+
+
 def _read_learned(ctx: Any) -> Gains[bool]:
     _, _, _, *learned = ctx.needs_input_grad  # in the order of the arguments of `forward`
     return Gains(*learned)
 
 
-def _allocate_terms(counts: dict[str, int], learned: Gains[bool], device: torch.device) -> residual.GainTerms | None:
-    """None if no gain is learned. Without a learned shaping there are no rows for it."""
+def _allocate_terms(counts: dict[str, int], own: Gains[Any], learned: Gains[bool], device: torch.device) -> residual.GainTerms | None:
+    """None if no gain is learned. Without a learned shaping, or learned gains of QK-norm, there are no rows for them."""
     if not any(learned):
         return None
-    names = {source: [name for name in gains if learned.slope or name not in SHAPING] for source, gains in SOURCES.items()}
-    return residual.GainTerms([(names[source], counts[source]) for source in SOURCES], device)
+    absent = (() if learned.slope else SHAPING) + (() if learned.query else QK)
+    entries = {source: {name: getattr(own, name).numel() for name in gains if name not in absent} for source, gains in SOURCES.items()}
+    return residual.GainTerms([(entries[source], counts[source]) for source in SOURCES], device)
 
 
 def _by_gain(tensors: dict[str, Tensor]) -> Gains[Tensor | None]:

@@ -42,15 +42,18 @@ class LongAttention:
     causal: bool = False
     rotation: tuple[Tensor, Tensor] | None = None
 
-    def reference(self, qkv: Tensor, gamma1: Tensor, gamma2: Tensor) -> Tensor:
-        return packed_attention.reference(qkv, gamma1, gamma2, self.heads, self.scale, self.qk_eps, self.causal, self.rotation)
+    def reference(self, qkv: Tensor, gains: MixingGains[Tensor]) -> Tensor:
+        """The tokens of `attend`, in plain PyTorch."""
+        own = None if gains.query is None or gains.key is None else (gains.query, gains.key)
+        settings = self.heads, self.scale, self.qk_eps, self.causal, self.rotation
+        return gains.gain * packed_attention.reference(qkv, gains.gamma1, gains.gamma2, *settings, own)
 
     def attend(self, qkv: Tensor, gains: MixingGains[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The tokens, and for the backward pass: prepared queries and keys, plain attention, its log-normalisers."""
         q, k, v = self._split(qkv)
         prepared = qkv.new_empty(0)
         if self._prepares:
-            prepared = self._prepare(qkv)
+            prepared = self._prepare(qkv, gains)
             q, k = prepared.unbind(2)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         plain, lse = attention_correction.attend(q, k, v, self.scale, self.causal, True)
@@ -66,7 +69,11 @@ class LongAttention:
         gains: MixingGains[Tensor],
         terms: MixingGains[Tensor | None],
     ) -> Tensor:
-        """The gradient of qkv. Terms of the gains' gradients are written where tensors for them are given, `count_terms` of each."""
+        """The gradient of qkv.
+
+        Terms of the gains' gradients are written where tensors for them are given, `count_terms` of each entry. Those of QK-norm's gains
+        are [D, at least so many].
+        """
         from shaped.kernels.gpu.queries_keys import prepare_backward_kernel
 
         prepared, plain, lse = saved
@@ -82,16 +89,17 @@ class LongAttention:
         attention_correction.correct(dv, into, do, v, *self._gammas(gains), self.causal, transposed=True, **wanted)
         dq, dk = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk))  # the pass below reads rows of features
         cos, sin, stride = self._read_rotation()
-        strides = (*dq.stride()[:3], *dk.stride()[:3], stride)
+        strides = (*dq.stride()[:3], *dk.stride()[:3], stride, 0 if terms.query is None else terms.query.stride(0))
+        vectors = gains.query, gains.key, terms.query, terms.key
         sizes = (self.heads, qkv.shape[1], v.shape[-1], TOKENS)
-        arguments = (dq, dk, qkv, dqkv, cos, sin, gains.gain, self.qk_eps, *strides, *sizes)
+        arguments = (dq, dk, qkv, dqkv, cos, sin, gains.gain, *vectors, self.qk_eps, *strides, *sizes)
         launch(prepare_backward_kernel, self._count_programs(qkv), *arguments, on=qkv, num_warps=4)
         return dqkv
 
-    def count_terms(self, qkv: Tensor) -> int:
-        """Terms of a gain's gradient."""
+    def count_terms(self, qkv: Tensor) -> tuple[int, int]:
+        """Terms of the gradients of gamma1, gamma2 and gain, and of each entry of QK-norm's gains."""
         batch, m, _ = qkv.shape
-        return batch * self.heads * attention_correction.count_blocks(m)
+        return batch * self.heads * attention_correction.count_blocks(m), self._count_programs(qkv)
 
     def _gammas(self, gains: MixingGains[Tensor]) -> tuple[Tensor, Tensor, float, float]:
         """As `attention_correction.correct` takes them: one for each head, and factors."""
@@ -101,7 +109,7 @@ class LongAttention:
     def _prepares(self) -> bool:
         return self.qk_eps is not None or self.rotation is not None
 
-    def _prepare(self, qkv: Tensor) -> Tensor:
+    def _prepare(self, qkv: Tensor, gains: MixingGains[Tensor]) -> Tensor:
         """Queries and keys as the logits need them, [batch, m, 2, heads, D]."""
         from shaped.kernels.gpu.queries_keys import prepare_kernel
 
@@ -109,7 +117,7 @@ class LongAttention:
         D = width // (3 * self.heads)
         out = qkv.new_empty(batch, m, 2, self.heads, D)
         cos, sin, stride = self._read_rotation()
-        arguments = (qkv, out, cos, sin, self.qk_eps, stride, self.heads, m, D, TOKENS)
+        arguments = (qkv, out, cos, sin, gains.query, gains.key, self.qk_eps, stride, self.heads, m, D, TOKENS)
         launch(prepare_kernel, self._count_programs(qkv), *arguments, on=qkv, num_warps=4)
         return out
 

@@ -5,7 +5,7 @@ Each tensor is read and written once. Gradients of gains are deterministic: ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -46,24 +46,26 @@ def count_programs(x: Tensor) -> int:
 
 
 class GainTerms:
-    """A row of terms for each gain, and the sums of the rows, which are the gains' gradients.
+    """A row of terms for each entry of each gain, and the sums of the rows, which are the gains' gradients.
 
     Args:
-        sources: three pairs, each the names of the gains of one source and the number of terms that each of these gains has.
+        sources: four pairs, each the numbers of entries of the gains of one source, by name, and the number of terms of each entry.
     """
 
-    def __init__(self, sources: Sequence[tuple[Sequence[str], int]], device: torch.device):
-        names = [name for gains, _ in sources for name in gains]
+    def __init__(self, sources: Sequence[tuple[Mapping[str, int], int]], device: torch.device):
+        entries = {name: size for gains, _ in sources for name, size in gains.items()}
         self._counts = [count for _, count in sources]
-        self._ends = list(accumulate(len(gains) for gains, _ in sources))
-        self.terms = torch.empty(len(names), max(self._counts), device=device)
-        self.sums = self.terms.new_empty(len(names), 1)
-        self.terms_of = dict(zip(names, self.terms, strict=True))
-        self.sum_of = dict(zip(names, self.sums, strict=True))
+        self._ends = list(accumulate(sum(gains.values()) for gains, _ in sources))
+        self.terms = torch.empty(self._ends[-1], max(self._counts), device=device)
+        self.sums = self.terms.new_empty(self._ends[-1])
+        sizes = list(entries.values())
+        self.terms_of = dict(zip(entries, self.terms.split(sizes), strict=True))
+        """By name, [entries, at least as many as there are terms]."""
+        self.sum_of = dict(zip(entries, self.sums.split(sizes), strict=True))
 
     def add_up(self) -> None:
         """Writes `sums`: all rows in one launch."""
         from shaped.kernels.gpu.residual import sum_rows_kernel
 
-        sizes = (self.terms.shape[1], *self._counts, *self._ends[:2], BLOCK)
+        sizes = (self.terms.shape[1], *self._counts, *self._ends[:3], BLOCK)
         launch(sum_rows_kernel, len(self.sums), self.terms, self.sums, *sizes, on=self.sums, num_warps=8)

@@ -103,7 +103,7 @@ def attend_backward(
 
 @dataclass(frozen=True)
 class ShortAttention:
-    """The attention of a fused block: short sequences, no mask. `LongAttention` has the same methods.
+    """The attention of a fused block: short sequences, no mask, no gains of QK-norm. `LongAttention` has the same methods.
 
     Args:
         heads, scale: number of heads, factor of the logits.
@@ -114,8 +114,9 @@ class ShortAttention:
     scale: float
     qk_eps: float | None = None
 
-    def reference(self, qkv: Tensor, gamma1: Tensor, gamma2: Tensor) -> Tensor:
-        return reference(qkv, gamma1, gamma2, self.heads, self.scale, qk_eps=self.qk_eps)
+    def reference(self, qkv: Tensor, gains: MixingGains[Tensor]) -> Tensor:
+        """The tokens of `attend`, in plain PyTorch."""
+        return reference(qkv, gains.gamma1, gains.gamma2, self.heads, self.scale, gains.gain, self.qk_eps)
 
     def attend(self, qkv: Tensor, gains: MixingGains[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The tokens, and what the backward pass needs beside qkv."""
@@ -135,10 +136,10 @@ class ShortAttention:
         others = terms.gamma1, terms.gamma2, gains.gain, terms.gain
         return attend_backward(do, qkv, stats, gains.gamma1, gains.gamma2, self.heads, self.scale, *others, self.qk_eps)
 
-    def count_terms(self, qkv: Tensor) -> int:
-        """Terms of a gain's gradient: one a query."""
+    def count_terms(self, qkv: Tensor) -> tuple[int, int]:
+        """Terms of the gradients of gamma1, gamma2 and gain, one a query, and of QK-norm's gains, which it does not have."""
         batch, m, _ = qkv.shape
-        return batch * self.heads * m
+        return batch * self.heads * m, 0
 
 
 def choose_launch_options(m: int) -> dict[str, Any]:

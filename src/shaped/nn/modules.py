@@ -190,16 +190,16 @@ class ShapedSelfAttention(nn.Module):
         return (q, k) if rotation is None else (rotate(q, rotation), rotate(k, rotation))
 
     def fits_short_kernel(self, x: Tensor) -> bool:
-        """Does `kernels.short_attention` support these tokens? It has no masks and no rotary positions."""
-        return not self.is_causal and self._is_simple() and short_attention.fits(x, self.splits[0] // self.heads)
+        """Does `kernels.short_attention` support these tokens? It has no masks, no rotary positions and no gains of QK-norm."""
+        return not self.is_causal and self.qk_gains is None and self._is_simple() and short_attention.fits(x, self.splits[0] // self.heads)
 
     def fits_long_kernel(self, x: Tensor) -> bool:
-        """Does `kernels.long_attention` support these tokens? It has the causal mask and rotary positions too, and takes fewer widths."""
+        """Does `kernels.long_attention` support these tokens? It has all of these, and takes fewer widths."""
         return self._is_simple() and long_attention.fits(x, self.splits[0] // self.heads)
 
     def _is_simple(self) -> bool:
-        """Is it without dropout and gains of QK-norm, and are q, k and v of one width?"""
-        return (self.dropout == 0.0 or not self.training) and len(set(self.splits)) == 1 and self.qk_gains is None
+        """Is it without dropout, and are q, k and v of one width?"""
+        return (self.dropout == 0.0 or not self.training) and len(set(self.splits)) == 1
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
         """`shaped_attention` with the module's gains, scale and dropout."""

@@ -20,13 +20,16 @@ attention_correction.attend, attention_correction.attend_backward = attend_plain
 relu_matmul_hopper.count_multiprocessors = lambda device: 1
 
 
-def check(schedule: str, train_gains: bool, qk_norm: bool = False, causal: bool = False) -> None:
+def check(schedule: str, train_gains: bool, qk_norm: bool = False, causal: bool = False, qk_gain: bool = False) -> None:
     """Tokens, and gradients of tokens, weights and gains, against autograd in double precision. A causal model has rotary positions."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 30, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3 if causal else 2}
+    sizes: dict[str, Any] = {"vocab_size": 30, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3 if causal or qk_gain else 2}
     sizes |= {"max_position_embeddings": 20, "gamma": 0.4, "tau0": 0.2, "positions": "rope" if causal else "learned"}
     kind, loss = (ShapedForCausalLM, CausalLoss) if causal else (ShapedForMaskedLM, MaskedLoss)
-    made = kind(ShapedConfig(**sizes, schedule=schedule, train_gains=train_gains, qk_norm=qk_norm))
+    made: Any = kind(ShapedConfig(**sizes, schedule=schedule, train_gains=train_gains, qk_norm=qk_norm, qk_gain=qk_gain))
+    for layer in made.model.layers if qk_gain else ():  # they start at 1, where a gain that is left out would not show
+        for gain in layer.block.attention.qk_gains.parameters():
+            torch.nn.init.normal_(gain, 1.0, 0.5)
     stepper = Stepper(made, loss, StepConfig(torch.device("cpu")))
     stepper.set_share(0.7)
     twin: Any = stepper.twin
@@ -46,8 +49,8 @@ def check(schedule: str, train_gains: bool, qk_norm: bool = False, causal: bool 
     reference = {name: parameter for name, parameter in exact.named_parameters() if ".block." in name}
     gradients = torch.autograd.grad(expected, [start, *reference.values()], weight.double())
     own = dict(twin.named_parameters())
-    gains = [name for name, parameter in reference.items() if parameter.numel() == 1]
-    assert len(gains) == 2 * (4 * train_gains + 3 * (schedule == "learn"))
+    gains = [name for name, parameter in reference.items() if parameter.ndim < 2]
+    assert len(gains) == 2 * (4 * train_gains + 3 * (schedule == "learn") + 2 * qk_gain)
     found = torch.autograd.grad(y, [x, *(own[name] for name in gains)], weight)
     written = stepper.gradients() | dict(zip(gains, found[1:], strict=True))
     near(found[0], gradients[0], "gradient of the tokens")
@@ -66,6 +69,8 @@ for module in (relu_matmul, relu_matmul_hopper):
     check("recover", True)
     check("learn", True, qk_norm=module is relu_matmul)
     check("fixed", False)
+check("recover", True, qk_norm=True, qk_gain=True)
+check("learn", False, qk_norm=True, causal=True, qk_gain=True)
 check("recover", True, qk_norm=True, causal=True)
 check("learn", True, causal=True)
 print("all near")

@@ -4,7 +4,8 @@ Both are read from the product of queries, keys and values, [batch, m, 3 (q, k, 
 [batch, m, 2 (q, k), heads, D]. A program has a block of T tokens of one head. Features i and i + D/2 are rotated together, so a row is
 read as two halves.
 
-QK-norm: x̂ = x·r, r = (x·x/D + eps)^(-1/2). Rotation: (a, b) -> (a·cos - b·sin, b·cos + a·sin). Each is left out where its argument is None.
+QK-norm: x̂ = x·r, r = (x·x/D + eps)^(-1/2). Its trained gains multiply the features of x̂, one vector for the queries of all heads and one
+for the keys. Rotation: (a, b) -> (a·cos - b·sin, b·cos + a·sin). Each is left out where its argument is None.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
@@ -41,6 +42,13 @@ def read_table(ptr, b, i, e, stride_b, m, D: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def read_gain(ptr, e, D: tl.constexpr):
+    """A vector of trained gains, as two halves."""
+    return tl.load(ptr + e).to(tl.float32)[None, :], tl.load(ptr + D // 2 + e).to(tl.float32)[None, :]
+
+
+@triton.jit
+@no_type_check
 def find_place(heads, m, T: tl.constexpr):
     """Sequence, head and tokens of the program. Heads come first: their programs share the tokens' cosines and sines."""
     blocks = tl.cdiv(m, T)
@@ -50,7 +58,7 @@ def find_place(heads, m, T: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def prepare_kernel(qkv_ptr, out_ptr, cos_ptr, sin_ptr, qk_eps, stride_b, heads, m, D: tl.constexpr, T: tl.constexpr):
+def prepare_kernel(qkv_ptr, out_ptr, cos_ptr, sin_ptr, query_ptr, key_ptr, qk_eps, stride_b, heads, m, D: tl.constexpr, T: tl.constexpr):
     b, h, i = find_place(heads, m, T)
     e, n = tl.arange(0, D // 2), heads * D
     if cos_ptr is not None:
@@ -61,6 +69,9 @@ def prepare_kernel(qkv_ptr, out_ptr, cos_ptr, sin_ptr, qk_eps, stride_b, heads, 
         if qk_eps is not None:
             r = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(two * two, 1)) / D + qk_eps)[:, None]
             one, two = one * r, two * r
+        if query_ptr is not None:
+            gain_one, gain_two = read_gain(query_ptr if part == 0 else key_ptr, e, D)
+            one, two = one * gain_one, two * gain_two
         if cos_ptr is not None:
             one, two = one * cos - two * sin, two * cos + one * sin
         write_halves(out_ptr + b * m * 2 * n + at, one, two, i, e, 2 * n, m, D)
@@ -76,6 +87,10 @@ def prepare_backward_kernel(
     cos_ptr,
     sin_ptr,
     gain_ptr,
+    query_ptr,
+    key_ptr,
+    dquery_ptr,
+    dkey_ptr,
     qk_eps,
     stride_qb,
     stride_qh,
@@ -84,12 +99,18 @@ def prepare_backward_kernel(
     stride_kh,
     stride_km,
     stride_b,
+    stride_terms,
     heads,
     m,
     D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Writes gain times the gradient of queries and keys. The gradient of x̂ is g, rotated back; then dx = r·(g - r²·(x·g)/D·x)."""
+    """Writes gain times the gradient of queries and keys.
+
+    Rotated back it is the gradient h of w∘x̂, where w are the trained gains. That of w is the sum of h∘x̂ over all tokens and heads: each
+    program writes a term for every feature, where a pointer is given; `stride_terms` is the distance between features. That of x̂ is
+    g = w∘h, and dx = r·(g - r²·(x·g)/D·x).
+    """
     b, h, i = find_place(heads, m, T)
     e, n = tl.arange(0, D // 2), heads * D
     if cos_ptr is not None:
@@ -100,14 +121,21 @@ def prepare_backward_kernel(
             one, two = read_halves(dq_ptr + b * stride_qb + h * stride_qh, i, e, stride_qm, m, D)
         else:
             one, two = read_halves(dk_ptr + b * stride_kb + h * stride_kh, i, e, stride_km, m, D)
+        if gain_ptr is not None:
+            gain = tl.load(gain_ptr).to(tl.float32)
+            one, two = one * gain, two * gain
         if cos_ptr is not None:
             one, two = one * cos + two * sin, two * cos - one * sin
         if qk_eps is not None:
             x, y = read_halves(qkv_ptr + at, i, e, 3 * n, m, D)
-            r = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + qk_eps)
+            r = tl.where(i < m, tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + qk_eps), 0.0)
+            if dquery_ptr is not None:
+                terms = (dquery_ptr if part == 0 else dkey_ptr) + e * stride_terms + tl.program_id(0)
+                tl.store(terms, tl.sum(one * x * r[:, None], 0))
+                tl.store(terms + D // 2 * stride_terms, tl.sum(two * y * r[:, None], 0))
+            if query_ptr is not None:
+                gain_one, gain_two = read_gain(query_ptr if part == 0 else key_ptr, e, D)
+                one, two = one * gain_one, two * gain_two
             along = ((tl.sum(x * one, 1) + tl.sum(y * two, 1)) * r * r / D)[:, None]
             one, two = (one - along * x) * r[:, None], (two - along * y) * r[:, None]
-        if gain_ptr is not None:
-            gain = tl.load(gain_ptr).to(tl.float32)
-            one, two = one * gain, two * gain
         write_halves(dqkv_ptr + at, one, two, i, e, 3 * n, m, D)

@@ -46,10 +46,10 @@ def residual_backward_kernel(g_ptr, x_ptr, lam_ptr, gamma_ptr, dx_ptr, dbranch_p
 
 @triton.jit
 @no_type_check
-def sum_rows_kernel(terms_ptr, sums_ptr, stride, count1, count2, count3, end1, end2, BLOCK: tl.constexpr):
-    """The sum of one row. Rows before `end1` have `count1` terms, rows from there to `end2` have `count2`, the others `count3`."""
+def sum_rows_kernel(terms_ptr, sums_ptr, stride, count1, count2, count3, count4, end1, end2, end3, BLOCK: tl.constexpr):
+    """The sum of one row. Rows before `end1` have `count1` terms, rows from there to `end2` have `count2`, and so on."""
     row = tl.program_id(0)
-    count = tl.where(row < end1, count1, tl.where(row < end2, count2, count3))
+    count = tl.where(row < end1, count1, tl.where(row < end2, count2, tl.where(row < end3, count3, count4)))
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)

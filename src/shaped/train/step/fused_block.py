@@ -53,6 +53,8 @@ class FusedBlock:
             lam_feedforward=block.lam_feedforward,
             gamma_feedforward=block.gamma_feedforward,
             slope=feedforward.slope,
+            query=None if attention.qk_gains is None else attention.qk_gains.query,
+            key=None if attention.qk_gains is None else attention.qk_gains.key,
         )
         tensors = Block(
             qkv=Matrix(attention.qkv.weight, attention.qkv.gradient),
@@ -81,15 +83,13 @@ def can_fuse(blocks: Sequence[nn.Module]) -> bool:
     """
     if not all(isinstance(block, ShapedTransformerBlock) and _can_fuse_one(block) for block in blocks):
         return False
-    trained = [id(gain) for block in blocks for gain in block.parameters() if gain.numel() == 1]
+    trained = [id(gain) for block in blocks for gain in block.parameters() if gain.ndim < 2]
     return len(set(trained)) == len(trained)
 
 
 def _can_fuse_one(block: ShapedTransformerBlock) -> bool:
     """Shaped attention with one product for q, k and v, the shaped ReLU, weights whose gradients are written in place."""
     attention, feedforward = block.attention, block.feedforward
-    if attention.qk_gains is not None:  # the kernels have QK-norm, but not its trained gains
-        return False
     matrices = (attention.qkv, attention.output, feedforward.pre, feedforward.post)
     # The shaped ReLU is the one activation that the kernels are written for. An unshaped one has no slope.
     if not isinstance(feedforward.activation, ShapedReLU) or feedforward.slope is None or attention.shaping is None:
