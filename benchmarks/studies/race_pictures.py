@@ -4,8 +4,8 @@
 
 race-finals.png: test loss against steps and against seconds of the GPU, of the runs of the finals' length.
 race-branches.png: the attention branches of Recover with QK-norm after 20,000 steps: gamma and entropy of each layer, by learning rate.
-race-causal.png: where the causal lead is lost: loss of Recover less that of Pre-LN, on the text of training and on the test text, and the
-entropy of the attention of both.
+race-causal.png: where the causal lead is lost, before and after the free choices: loss of Recover less that of Pre-LN, on the text of
+training and on the test text, and the entropy of the attention of both.
 race-copying.png: which causal arms learn to copy, with the tables of either side.
 race-theory.png: what QK-norm changes. Left, the SDE of the race's shaped arms: the share of paths that explode, if the tokens' variance has
 grown by a factor. Right, the race: the test loss after 4,000 steps against the learning rate.
@@ -50,7 +50,17 @@ M, RHO, SEED = 8, 0.1, 0
 PICTURES = ("theory", "finals", "branches", "causal", "copying")
 SECOND_PASS = 4928  # step of the causal finals: 39,424 rows of 1,024 tokens, 8 a step
 COPYING_SEEDS = (0, 1, 2)
-CAUSAL_RATES = {"recover": 0.008, "preln": 0.004}  # of the causal finals
+CAUSAL_FINALS = {  # runs of both arms, without their seeds
+    "before the choices": ("causal-recover-qk-final-0.008", "causal-preln-qk-final-0.004"),
+    "after the choices": ("causal-recover-qk-chosen-0.004", "causal-preln-qk-chosen-0.004"),
+}
+CAUSAL_ENTROPIES = {  # and a run of 4,000 steps with the choice that is not in the finals yet
+    "Recover, before the choices": ("causal-recover-qk-final-0.008-1", BLUE, ":"),
+    "Recover, after the choices": ("causal-recover-qk-chosen-0.004-1", BLUE, "-"),
+    "Recover, with trained gains too": ("causal-recover-qk-qk-gain-0.004", BLACK, "--"),
+    "Pre-LN, before the choices": ("causal-preln-qk-final-0.004-1", GREEN, ":"),
+    "Pre-LN, after the choices": ("causal-preln-qk-chosen-0.004-1", GREEN, "-"),
+}
 WINDOW = 250  # steps over which the training losses are averaged
 Known = dict[str, RunRecord]
 
@@ -147,22 +157,22 @@ def draw_branches(known: Known) -> Figure:
 
 
 def draw_causal(known: Known) -> Figure:
-    """Left, a line for each seed of the finals: both arms read the same rows in the same order. Right, both arms of the first seed."""
-    figure, (left, right) = make_panels(2, height=3.1)
-    arms = {arm: [known[f"causal-{arm}-qk-final-{rate}-{seed}"] for seed in (1, 2)] for arm, rate in CAUSAL_RATES.items()}
-    lines = {"train": ("-", BLUE, f"training text, mean of {WINDOW} steps"), "test": ("o--", BLACK, "test text")}
-    for number, (recover, preln) in enumerate(zip(arms["recover"], arms["preln"], strict=True)):
-        for kind, (style, colour, label) in lines.items():
-            steps, gaps = subtract_losses(recover, preln, kind)
-            left.plot(steps, gaps, style, color=colour, linewidth=0.9, markersize=2.5, label=label if number == 0 else None)
-    left.axvline(SECOND_PASS, color=GREY, linewidth=0.6, linestyle=":", label="second pass through the text begins")
-    left.set(xlabel="step", ylabel="loss of Recover less Pre-LN (nats)", ylim=(0, None))
-    for arm, runs in arms.items():
-        seen = [line for line in runs[0].metrics if line["kind"] == "layers"]
-        for line, style in ((seen[0], ":"), (seen[-1], "-")):
-            layers, label = np.arange(1, 1 + len(line["entropy"])), f"{NAMES[arm]}, step {line['step']:,}"
-            right.plot(layers, line["entropy"], style, color=COLOURS[arm], label=label)
-    right.set(xlabel="layer", ylabel="entropy of the attention (nats)", ylim=(3, None), xticks=range(2, 13, 2))
+    """Left, a line for each seed of the finals: both arms read the same rows in the same order. Right, attention at the end of a run."""
+    figure, (left, right) = make_panels(2, height=3.3)
+    for (when, runs), colour in zip(CAUSAL_FINALS.items(), (GREY, BLUE), strict=True):
+        for kind, style, text in (("train", "-", f"training text, mean of {WINDOW} steps"), ("test", "o--", "test text")):
+            for seed in (1, 2):
+                recover, preln = (known[f"{run}-{seed}"] for run in runs)
+                steps, gaps = subtract_losses(recover, preln, kind)
+                label = f"{text}, {when}" if seed == 1 else None
+                left.plot(steps, gaps, style, color=colour, linewidth=0.9, markersize=2.5, label=label)
+    left.axhline(0.0, color=BLACK, linewidth=0.6)
+    left.axvline(SECOND_PASS, color=BLACK, linewidth=0.6, linestyle=":", label="second pass through the text begins")
+    left.set(xlabel="step", ylabel="loss of Recover less Pre-LN (nats)")
+    for label, (name, colour, style) in CAUSAL_ENTROPIES.items():
+        last = [line for line in known[name].metrics if line["kind"] == "layers"][-1]
+        right.plot(np.arange(1, 1 + len(last["entropy"])), last["entropy"], style, color=colour, label=label)
+    right.set(xlabel="layer", ylabel="entropy of the attention (nats)", ylim=(0, None), xticks=range(2, 13, 2))
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper left")
     figure.legend(*right.get_legend_handles_labels(), loc="outside upper right")
     return figure

@@ -347,6 +347,15 @@ def test_the_preset_is_the_best_arm(race: ModuleType, known: dict[str, Any]):
     assert tuned == pytest.approx(PRESETS["best"])
 
 
+def test_the_causal_preset_has_the_settings_of_the_best_causal_finals(causal_race: ModuleType):
+    known = causal_race.race.read_known(files=causal_race.FILES)
+    finals = {name: run.result.test_loss for name, run in known.items() if name.startswith("causal-recover-qk-") and run.result is not None}
+    best = known[min((name for name in finals if known[name].settings["steps"] == 10_000), key=finals.__getitem__)]
+    chosen = {key: best.settings[key] for key in PRESETS["causal"]}
+    assert chosen == pytest.approx(PRESETS["causal"])
+    assert causal_race.race.read_choices(best) == {"lr": 4e-3, "embedding_lr": 100.0}
+
+
 def test_the_lead_is_that_of_the_best_finals_with_several_seeds(tables: ModuleType):
     def finals(arm: str, *losses: float, is_tuning: bool = False) -> Any:
         runs = [SimpleNamespace(result=SimpleNamespace(test_loss=loss)) for loss in losses]

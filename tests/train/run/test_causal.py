@@ -202,4 +202,4 @@ def test_settings_that_would_be_ignored_are_refused(given: dict, words: tuple[st
 
 def test_the_preset():
     made = Settings.of({"data": "d", "out": "o", "preset": "causal"})
-    assert (made.objective, made.positions, made.batch, made.lr) == ("causal", "rope", 8, 8e-3)
+    assert (made.objective, made.positions, made.batch, made.lr) == ("causal", "rope", 8, 4e-3)

@@ -31,15 +31,15 @@ WIDEST, DEEPEST = 1 << 20, 4096  # with more, tensors have more entries than mem
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"recover_steps": 4000, "tau0": 1.0, "steps": 100_000, "lr": 5e-4, "warmup": 4000, "decay": "none", "embedding_lr": 1.0},
     "best": {"qk_norm": True, "lr": 2e-3, "embedding_lr": 2.5},  # the best arm of docs/race.md, its rate tuned at 20,000 steps
-    "causal": {  # the size of GPT-2; rate and embedding_lr of the best shaped arm of the causal race in docs/race.md
+    "causal": {  # the size of GPT-2; the settings of the best causal finals of a shaped arm in docs/race.md
         "objective": "causal",
         "positions": "rope",
         "qk_norm": True,
         "depth": 12,
         "heads": 12,
         "batch": 8,
-        "lr": 8e-3,
-        "embedding_lr": 0.625,
+        "lr": 4e-3,
+        "embedding_lr": 100.0,
         "steps": 10_000,
     },
 }
