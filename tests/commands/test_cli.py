@@ -199,7 +199,8 @@ def test_converge_simulates_networks_in_that_dtype(monkeypatch, layers, horizon,
 
 
 def test_the_rate_of_a_known_decay_is_found():
-    from shaped.commands.converge import fit_rate
+    from shaped.commands.converge import fit_rate, to_json
+    from shaped.compare import Distance
 
     def row(n):
         exact = 2.0 / n
@@ -210,6 +211,11 @@ def test_the_rate_of_a_known_decay_is_found():
     assert found is not None
     assert found["rate"] == pytest.approx(1.0, abs=0.02)
     assert fit_rate([row(n) for n in (25, 3200)], "rho", "ks") is None
+    told = to_json(Distance(1.0, math.nan, 0.1, 0.1, 0.01))
+    assert told["error"] is None
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    without = [row(n) | {"distances": {"rho": {"ks": told}}} for n in (50, 100, 200)]
+    assert fit_rate(without, "rho", "ks") is None  # an error that cannot be told gives a distance no weight
 
 
 @pytest.mark.parametrize(

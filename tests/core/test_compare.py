@@ -9,7 +9,7 @@ from scipy.stats import ks_2samp, wasserstein_distance
 
 import shaped
 from refusals import refused
-from shaped.compare import find_statistic, measure_distances, permute_within
+from shaped.compare import Distance, estimate_tail, find_spread, find_statistic, make_resampler, measure_distances, permute_within
 from shaped.testing.stats import seed
 
 
@@ -35,6 +35,78 @@ def test_the_band_holds_95_percent_of_samples_of_one_law():
         inside.append([distance.within_band for distance in measure_distances(x, y, 100, rng)])
     share, error = np.mean(inside, 0), math.sqrt(0.95 * 0.05 / 400)
     assert (np.abs(share - 0.95) < 5 * error + 0.01).all()  # 0.01: the quantile of 100 permutations
+
+
+def test_the_band_and_p_say_the_same_for_few_resamples_too():
+    """The 95 % quantile of 20 permutations, interpolated, was below the measured one in 9 % of cases."""
+    rng, found = np.random.default_rng(seed(94)), []
+    for number in range(400):
+        x, y = rng.standard_normal((2, 12, 1))
+        found += measure_distances(x, np.round(y, 1) if number % 2 else y, 20, rng)
+    assert all(distance.within_band == (distance.p > 0.05) for distance in found)
+    rejected = np.mean([not distance.within_band for distance in found])
+    assert 0.01 < rejected < 0.05 + 5 * math.sqrt(0.05 * 0.95 / 400)
+
+
+def test_the_error_is_the_scatter_of_fresh_samples():
+    """Kolmogorov-Smirnov: of one law, whose scatter is known (variance of the Kolmogorov law), and of distant ones.
+
+    Declared bias: 0.14 for one law. It was 0.22 while the bootstrap added its noise to that of the samples.
+    """
+    rng, n = np.random.default_rng(seed(95)), 60
+    same = [measure_distances(rng.standard_normal((n, 1)), rng.standard_normal((n, 1)), 40, rng)[0] for _ in range(400)]
+    errors = np.array([distance.error for distance in same])
+    scatter = math.sqrt((math.pi**2 / 12 - math.pi / 2 * math.log(2) ** 2) * 2 / n)
+    assert abs(errors.mean() / scatter - 1) < 0.14 + 5 * errors.std() / scatter / math.sqrt(400)
+    far = [measure_distances(rng.standard_normal((n, 1)), 2 + rng.standard_normal((n, 1)), 40, rng)[1] for _ in range(100)]
+    errors, exact = np.array([distance.error for distance in far]), math.sqrt(2 / n)  # Wasserstein: the difference of the means
+    assert abs(errors.mean() / exact - 1) < 0.02 + 5 * errors.std() / exact / math.sqrt(100)
+
+
+def test_a_heavy_tail_has_no_error():
+    """Its sample variance is a small part of its variance. Bands and p are those of permutations, which hold for any law."""
+    rng = np.random.default_rng(seed(96))
+    normal, heavy = rng.standard_normal((2, 2000, 1)), np.exp(2 * rng.standard_normal((2, 2000, 1)))
+    ks, wasserstein = measure_distances(heavy[0], heavy[1], 40, rng)
+    assert math.isnan(wasserstein.error)
+    assert "± ?, heavy tail (one law: below" in str(wasserstein)
+    assert ks.error > 0.0
+    assert all("heavy" not in str(distance) for distance in measure_distances(normal[0], normal[1], 40, rng))
+    spread_starts = np.repeat(heavy[0], 2, 0)  # V0 with a heavy tail, but not what paths do from there
+    values, groups = spread_starts + rng.standard_normal(spread_starts.shape), np.repeat(np.arange(2000), 2)
+    assert estimate_tail(find_spread(values, groups))[0] < 0.2 < 0.4 < estimate_tail(find_spread(values, None))[0]
+
+
+@pytest.mark.parametrize("k", [0.1, 0.25])
+def test_the_tail_of_a_pareto_law(k):
+    """Its index, of many values, and the second moment 2/((1 - k)(1 - 2k)), of which small samples lack a part."""
+    rng = np.random.default_rng(seed(97))
+
+    def draw(*shape: int) -> np.ndarray:
+        return ((1 - rng.random(shape)) ** -k - 1) / k
+
+    index = np.array([estimate_tail(values)[0] for values in draw(20, 40_000)])
+    assert abs(index.mean() - k) < 5 * index.std() / math.sqrt(20) + 0.01
+    small, exact = draw(400, 100), math.sqrt(2 / ((1 - k) * (1 - 2 * k)))
+    plain = np.sqrt((small**2).mean(1)) / exact
+    mended = plain * np.array([estimate_tail(values)[1] for values in small])
+    assert abs(np.median(mended) - 1) < 0.05 + 5 * 1.25 * mended[np.isfinite(mended)].std() / math.sqrt(400)
+    assert abs(np.median(mended) - 1) < abs(np.median(plain) - 1) / 2 + 0.01
+    assert estimate_tail(np.append(draw(2000), 1e3))[0] >= 0.5  # one path that exploded
+    for few in (np.zeros(50), np.ones(3), 1e200 * np.arange(9.0)):
+        assert estimate_tail(few) == (0.25, 1.0)
+
+
+def test_rows_are_drawn_again_within_their_cells():
+    cells, rng = np.array([2, 0, 2, 0, 2, 0, 0]), np.random.default_rng(seed(98))
+    resample = make_resampler(cells, rng)
+    assert resample is not None
+    drawn = np.array([resample() for _ in range(4000)])
+    assert np.allclose(drawn[:, cells == 0].sum(1), 0.0)
+    assert np.allclose(drawn[:, cells == 2].sum(1), 0.0)
+    variance = (drawn**2).mean(0)  # multinomial, (k - 1)/k, times k/(k - 1)
+    assert (np.abs(variance - 1) < 5 * (drawn**2).std(0) / math.sqrt(4000)).all()
+    assert make_resampler(np.array([0, 0, 1]), rng) is None
 
 
 def test_the_floor_is_the_root_mean_square_over_permutations():
@@ -170,6 +242,14 @@ def spread_out(starts: torch.Tensor, rng: np.random.Generator, shift: float = 0.
     )
 
 
+def measure_starts(different: int, shift: float, rng: np.random.Generator) -> Distance:
+    """The Kolmogorov-Smirnov distance of 60 paths and 60 that are shifted, from so many different starts."""
+    starts = np.repeat(np.linspace(10.0, 30.0, different), 60 // different)[:, None]
+    groups = np.tile(np.repeat(np.arange(different), 60 // different), 2)
+    x, y = starts + rng.standard_normal((2, 60, 1))
+    return measure_distances(x, y + shift, 40, rng, groups)[0]
+
+
 @pytest.mark.parametrize("different", [2, 60])
 def test_different_starts_do_not_widen_the_band(different):
     """The starts are much further apart than the ends of paths from one start. Each trajectory has them in another order and dtype."""
@@ -182,8 +262,10 @@ def test_different_starts_do_not_widen_the_band(different):
     p, error, value = np.moveaxis(np.array(found), -1, 0)
     assert (np.abs(p.mean(0) - 0.5) < 5 * math.sqrt(1 / 12 / 200) + 0.1).all()  # 0.1: equal distances of permutations count, too
     assert ((p <= 0.1).mean(0) < 0.1 + 5 * math.sqrt(0.1 * 0.9 / 200)).all()
-    assert (np.abs(error.mean(0) / value.std(0) - 1) < 0.8).all()  # noise on the largest gap of few is half too large
+    assert (np.abs(np.nanmean(error, 0) / value.std(0) - 1) < 0.3 + 5 / math.sqrt(2 * 200)).all()  # at most 0.3 too large
     starts = torch.linspace(10.0, 30.0, different, dtype=torch.float64).repeat(1200 // different)
+    far = np.array([[d.error, d.value] for d in (measure_starts(2, 2.0, rng) for _ in range(100))])
+    assert abs(far[:, 0].mean() / far[:, 1].std() - 1) < 5 / math.sqrt(2 * 100), "a permutation mixes laws that are far apart"
     moved = shaped.compare(spread_out(starts, rng), spread_out(starts, rng, shift=0.5))
     assert not moved.wasserstein["variance"].within_band
 

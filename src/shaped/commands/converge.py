@@ -24,6 +24,7 @@ from shaped.commands.results import check_folder, show_results, start_table, to_
 from shaped.compare import Distance, compare, find_resolution
 from shaped.covariance import correlation, equicorrelated
 from shaped.engine.walk import is_safe
+from shaped.files import replace_non_finite
 from shaped.finite import propagate
 from shaped.layers.base import Sizes
 from shaped.limit import solve
@@ -143,7 +144,7 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
         alike = settings.mask is None and settings.rope is None  # tokens are exchangeable unless a mask or their place tells them apart
         pair = None if alike else (0, 1)
         found = compare(limit(depths[n] / n), network, statistics=STATISTICS, pair=pair, resamples=100, seed=settings.seed)
-        distances = {name: {"ks": asdict(found.ks[name]), "wasserstein": asdict(found.wasserstein[name])} for name in found.ks}
+        distances = {name: {"ks": to_json(found.ks[name]), "wasserstein": to_json(found.wasserstein[name])} for name in found.ks}
         rows.append({"width": n, "depth": depths[n], "samples": settings.networks(n), "distances": distances})
     return {
         "version": shaped.__version__,
@@ -152,6 +153,11 @@ def compute(settings: Settings, executor: Executor | None = None, progress: bool
         "rates": {name: {measure: fit_rate(rows, name, measure) for measure in MEASURES} for name in STATISTICS},
         "seconds": time.perf_counter() - began,
     }
+
+
+def to_json(distance: Distance) -> dict[str, float | None]:
+    """An error that cannot be told is null."""
+    return replace_non_finite(asdict(distance))
 
 
 def choose_dtype(paths: Trajectory) -> torch.dtype:
@@ -163,10 +169,11 @@ def choose_dtype(paths: Trajectory) -> torch.dtype:
     return torch.float32 if fits else torch.float64
 
 
-def subtract_floor(distance: dict[str, float]) -> tuple[float, float]:
-    """The part of a distance beyond that of two samples of one law, and its error."""
+def subtract_floor(distance: dict[str, Any]) -> tuple[float, float]:
+    """The part of a distance beyond that of two samples of one law, and its error, which is infinite if it cannot be told."""
     value = math.sqrt(max(0.0, distance["value"] ** 2 - distance["floor"] ** 2))
-    return value, distance["error"] * distance["value"] / max(value, 1e-12)
+    error = math.inf if distance["error"] is None else distance["error"]
+    return value, error * distance["value"] / max(value, 1e-12)
 
 
 def fit_rate(rows: list[dict[str, Any]], name: str, measure: str) -> dict[str, float] | None:
@@ -244,7 +251,7 @@ def draw(summary: dict[str, Any]) -> bytes:
             fits = []
             for name, (label, colour, shift) in looks.items():
                 found = [Distance(**row["distances"][name][measure]) for row in summary["rows"]]
-                values, errors = [d.value for d in found], [d.error for d in found]
+                values, errors = [d.value for d in found], [d.error or 0.0 for d in found]
                 axes.errorbar(shift * widths, values, errors, fmt="o", markersize=3.5, capsize=2, linewidth=1.0, color=colour, label=label)
                 axes.plot(widths, [d.band for d in found], ":", color=colour, linewidth=1.0)
                 if fitted := fit_line(summary["rows"], name, measure):
