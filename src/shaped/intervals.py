@@ -11,7 +11,8 @@ Z = 1.959964  # normal quantile of a 95 % interval
 def share_interval(happened: int, count: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a probability, for an event that happened `happened` times in `count` independent trials.
 
-    Its width is positive even if the event happened never or always.
+    Its width is positive even if the event happened never or always. It covers 95 % of cases in the mean over p, and about 92 % at least
+    for p from 0.1 to 0.9. Where p·count is 0.16 it covers 85 %: one event, which 6 such counts have, is then too much for it.
     """
     share = happened / count
     centre, spread = share + Z**2 / (2 * count), Z * math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)

@@ -321,8 +321,9 @@ def test_the_answer_says_what_is_proved(below: Any, above: Any, unsafe: bool, pr
     assert advice.best is safe
     assert all(word in advice.sentence for word in words)
     json.dumps(advice.to_dict(), allow_nan=False)
-    assert "A proof was tried" not in str(advice)
-    assert "tried at 3 places: that none of their verdicts is wrong holds with 85 %" in str(replace(advice, info={"proofs": 3}))
+    assert "The answer rests on" not in str(advice)
+    counted = str(replace(advice, info={"verdicts": 3}))
+    assert "rests on 3 verdicts, of proofs and refutations: that none is wrong holds with 85 %" in counted
     shown = advice.draw()
     assert len(shown.axes) == 2
 

@@ -152,7 +152,7 @@ def describe_terms(advice: Advice) -> Iterator[str]:
         of = f"{most if fewest == most else f'{fewest} to {most}'} networks with {spreads[0].tokens} tokens"
         yield f"gradients: squared gradient of the first layer's tokens over that of the last layer's; median of {of}, and its interval."
     yield "A Pre-LN stream grows by design, and its norms undo that inside the branches: there it is no explosion."
-    tried = advice.info.get("proofs", 0)
+    tried = advice.info.get("verdicts", 0)
     if tried > 1:
         confidence = max(0, 100 - 5 * tried)
-        yield f"A proof was tried at {tried} places: that none of their verdicts is wrong holds with {confidence} % confidence."
+        yield f"The answer rests on {tried} verdicts, of proofs and refutations: that none is wrong holds with {confidence} % confidence."

@@ -109,7 +109,8 @@ def advise(
     compared = compare_blocks(ledger, grid[max(0, found[best]["network"])], best)
     boundaries = [make_boundary(ledger, law, one, found[one][law], grid) for one in temperatures for law in ("network", "limit")]
     answer = next(one for one in boundaries if one.law == "network" and one.tau0 == best)
-    info = {"seed": seed, "samples": trial.samples, "proofs": trial.proofs, "seconds": round(time.perf_counter() - began, 1)}
+    counts = {"samples": trial.samples, "proofs": trial.proofs, "verdicts": len(trial.verdicts)}
+    info = {"seed": seed, **counts, "seconds": round(time.perf_counter() - began, 1)}
     return Advice(asked, boundaries, ledger.rows(), compared, answer, info)
 
 
@@ -161,19 +162,27 @@ class Trial:
         self.share, self.samples, self.fewer = share, samples, max(FEW, samples // 4)
         self.enough = bisect_left(range(samples), True, key=lambda failed: exact_interval(failed, samples)[1] >= share)
         self.many = bisect_left(range(self.fewer), True, key=lambda failed: exact_interval(failed, self.fewer)[0] > share)
-        self.proofs = 0
+        self.verdicts: set[tuple[Place, str]] = set()
+        """What the answer rests on: places, each with the stage whose networks gave its verdict. Each is wrong with 5 % at most."""
+
+    @property
+    def proofs(self) -> int:
+        return sum(stage == "proof" for _, stage in self.verdicts)
 
     def prove(self, ledger: Ledger, tau0: float, gamma: float) -> str:
         """Is this place safe? The networks end at the failure that denies it."""
-        self.proofs += 1
-        return ledger.draw(Place("network", gamma, tau0), "proof", self.samples, self.enough).verdict(self.share)
+        place = Place("network", gamma, tau0)
+        self.verdicts.add((place, "proof"))
+        return ledger.draw(place, "proof", self.samples, self.enough).verdict(self.share)
 
     def refute(self, ledger: Ledger, tau0: float, gamma: float) -> str:
         """Is this place unsafe? The networks end at the failure that proves it. A place that is known to be unsafe is left as it is."""
         place = Place("network", gamma, tau0)
         record = ledger.records.get(place)
         if record is not None and (record.stage == "refutation" or ledger.row(place).verdict(self.share) == "unsafe"):
+            self.verdicts.add((place, record.stage))
             return ledger.row(place).verdict(self.share)
+        self.verdicts.add((place, "refutation"))
         return ledger.draw(place, "refutation", self.fewer, self.many).verdict(self.share)
 
 
