@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 import numpy as np
@@ -63,6 +64,26 @@ def make_folder(path: Path, name: str = "out") -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"{name} must be a folder, got {path}, which is a file or in one") from None
+    except OSError as error:
+        raise ValueError(f"{name} must be a folder that can be made, got {path}: {error.strerror}") from None
+
+
+def check_writable(folder: Path, name: str = "out", files: Iterable[str] = ()) -> None:
+    """Refuses a folder into which these files could not be written later: to be called before the work, not after it. Makes nothing.
+
+    Of a folder that is not there yet, the nearest one above it is tried.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not there.is_dir():
+        raise ValueError(f"{name} must be a folder, got {folder}, which is a file or in one")
+    try:
+        with TemporaryFile(dir=there):  # asks the file system: a mode does not tell of a read-only mount, nor what root may do
+            pass
+    except OSError as error:
+        raise ValueError(f"{name} must be a folder that can be written, got {folder}: {error.strerror}") from None
+    for file in files:
+        if (folder / file).is_dir():  # no file can be renamed to it
+            raise ValueError(f"{name} must be a folder into which {file} can be written, got {folder / file}, which is a folder")
 
 
 def remove(path: Path) -> None:

@@ -15,7 +15,7 @@ from shaped.commands import options
 from shaped.commands.blocks import read_mask
 from shaped.commands.console import print_error
 from shaped.commands.options import ATTENTION, LAYER, PLACE, SOLVER, WORK, show_choices
-from shaped.commands.results import check_folder, show_results, to_png, write_results
+from shaped.commands.results import check_folder, name_files, show_results, to_png, write_results
 from shaped.process import count_cores, require
 from shaped.workers import open_executor
 
@@ -85,7 +85,7 @@ def advise(
     """Find the largest gamma at which shaped networks of a size neither align their tokens nor explode at initialisation."""
     asked = choose_sizes(locals())
     temperatures = None if tau0 is None else parse_numbers("tau0", tau0)
-    check_folder(out)
+    check_folder(out, *name_files("advise"))
     began = time.perf_counter()
 
     def tell(row: Row) -> None:

@@ -20,7 +20,7 @@ from shaped.checks import parse_whole_numbers, positive, whole_number
 from shaped.commands import options
 from shaped.commands.blocks import BlockSettings
 from shaped.commands.options import LAYER, SOLVER
-from shaped.commands.results import check_folder, show_results, start_table, to_png, write_results
+from shaped.commands.results import check_folder, name_files, show_results, start_table, to_png, write_results
 from shaped.compare import Distance, compare, find_resolution
 from shaped.covariance import correlation, equicorrelated
 from shaped.engine.walk import is_safe
@@ -84,7 +84,7 @@ def converge(
 ) -> None:
     """Measure how fast finite networks approach the SDE as the width grows."""
     settings = Settings.from_options(locals() | {"widths": parse_whole_numbers("widths", widths)})
-    check_folder(out)
+    check_folder(out, *name_files("converge"))
     with open_executor(workers, scheduler) as executor:
         summary = compute(settings, executor, progress=False if as_json else None)
     written = write_results(out, "converge", summary, lambda: draw(summary))

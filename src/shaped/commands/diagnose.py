@@ -17,6 +17,8 @@ from shaped.commands.options import PLACE, SOLVER
 from shaped.commands.results import check_folder, draw_table, start_table
 from shaped.diagnosis.curves import CURVES, list_curves
 from shaped.diagnosis.models import count_positions, load_subject
+from shaped.diagnosis.result import FILES
+from shaped.files import check_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,6 +52,7 @@ def diagnose(
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     began = time.perf_counter()
+    check_writable(out, files=FILES)  # also before a large model is loaded
     subject = load_subject(model, text=text, tokens=tokens, sequences=sequences, seed=seed)
     check_folder(out)
     try:

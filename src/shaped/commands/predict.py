@@ -14,7 +14,7 @@ import typer
 import shaped
 from shaped.commands import options
 from shaped.commands.options import ATTENTION, PLACE, SOLVER, WORK
-from shaped.commands.results import check_folder, show_results, start_table, to_png, write_results
+from shaped.commands.results import check_folder, name_files, show_results, start_table, to_png, write_results
 from shaped.files import read_array
 from shaped.process import require
 
@@ -88,7 +88,7 @@ def predict(
         with naming(path if len(configs) > 1 else None):
             read.append(read_config(path, shaping))
             prepare(read[-1], given)  # refuses a config before the work on others
-    check_folder(out)
+    check_folder(out, *name_files("predict"))
     began, progress = time.perf_counter(), False if as_json else None
     found = [run(config, given, samples=samples, seed=seed, device=device, threads=threads, progress=progress) for config in read]
     if gradients:

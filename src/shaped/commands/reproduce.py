@@ -45,9 +45,9 @@ def reproduce(
 
     if workers is None and scheduler is None:
         workers = harness.workers_by_default(device)
-    harness.select_pages(figures or [], runs or [])  # refuses unknown ids before anything is written
+    ids = harness.select_pages(figures or [], runs or [])  # refuses unknown ids before anything is written
     how: dict[str, Any] = {"scale": scale, "tokens": tokens, "seed": seed, "device": device, "again": again, "runs": runs or []}
-    check_folder(out)
+    check_folder(out, *harness.list_files(ids))
     lines = Lines()
     with open_executor(workers, scheduler) as executor:
         harness.reproduce(figures or [], out, executor=executor, say=lines.say, **how)

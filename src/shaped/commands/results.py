@@ -7,11 +7,10 @@ import json
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from shaped.commands.console import Lines
-from shaped.files import make_folder, write_atomically, write_json
+from shaped.files import check_writable, make_folder, write_atomically, write_json
 from shaped.process import suggest_install
 
 if TYPE_CHECKING:
@@ -19,22 +18,26 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def check_folder(out: Path) -> None:
-    """Makes the folder and writes to it once, before the work and not after it."""
+def check_folder(out: Path, *files: str) -> None:
+    """Makes the folder and writes to it once, before the work and not after it. `files` are what the work will write."""
     make_folder(out)
-    with TemporaryFile(dir=out):
-        pass
+    check_writable(out, files=files)
+
+
+def name_files(name: str) -> tuple[str, str]:
+    """What `write_results` writes."""
+    return f"{name}.json", f"{name}.png"
 
 
 def write_results(out: Path, name: str, summary: dict[str, Any], draw: Callable[[], bytes] | None) -> list[Path]:
-    write_json(out / f"{name}.json", summary)
-    written = [out / f"{name}.json"]
-    (out / f"{name}.png").unlink(missing_ok=True)  # an earlier run's picture, of other numbers
-    if draw is not None and find_spec("matplotlib"):
-        picture = draw()
-        write_atomically(out / f"{name}.png", lambda file: file.write(picture))
-        written.append(out / f"{name}.png")
-    return written
+    numbers, shown = (out / file for file in name_files(name))
+    write_json(numbers, summary)
+    shown.unlink(missing_ok=True)  # an earlier run's picture, of other numbers
+    if draw is None or not find_spec("matplotlib"):
+        return [numbers]
+    picture = draw()
+    write_atomically(shown, lambda file: file.write(picture))
+    return [numbers, shown]
 
 
 def show_results(summary: dict[str, Any], table: Any, remark: str, written: list[Path], as_json: bool) -> None:

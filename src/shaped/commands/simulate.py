@@ -18,7 +18,7 @@ from shaped.checks import positive, whole_number
 from shaped.commands import options
 from shaped.commands.blocks import BlockSettings
 from shaped.commands.options import LAYER, SOLVER, show_choices
-from shaped.commands.results import check_folder, show_results, start_table, to_png, write_results
+from shaped.commands.results import check_folder, name_files, show_results, start_table, to_png, write_results
 from shaped.covariance import equicorrelated
 from shaped.figures.shared.density import densities, pairs
 from shaped.intervals import format_share
@@ -86,7 +86,7 @@ def simulate(
 ) -> None:
     """Sample the covariance SDE; by default at the setting of the paper's Figure 1."""
     settings = Settings.from_options(locals())
-    check_folder(out)
+    check_folder(out, *name_files("simulate"))
     with open_executor(workers, scheduler) as executor:
         summary, arrays = compute(settings, executor, progress=False if as_json else None)
     picture = (lambda: draw(summary, arrays)) if "rho_density" in arrays else None

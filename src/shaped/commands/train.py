@@ -152,6 +152,7 @@ def collect(
     """Put runs into one file, with their settings, metrics and GLUE scores; `shaped reproduce --runs` reads it."""
     from shaped.train import run_records
 
+    run_records.check_out(out)  # before many runs are read
     found = run_records.read_runs(runs)
     if not found:
         raise ValueError(f"runs must have been begun by `shaped pretrain`, got none in {', '.join(map(str, runs))}")
@@ -187,6 +188,8 @@ def glue(
     options: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": batch, "warmup": warmup, "device": device, "compile": compile}
     tasks = [fine_tuning.GlueSettings(task=name, seeds=parse_whole_numbers("seeds", seeds), **options) for name in task]
     lines, steppers, diverged = Lines(), StepperCache(), False
+    for run in runs:  # all of them before the first is fine-tuned
+        fine_tuning.check_run(run, *(settings.task for settings in tasks))
     for run in runs:
         for settings in tasks:
             try:

@@ -15,7 +15,7 @@ from shaped.diagnosis.remedies import Trials
 from shaped.diagnosis.verdicts import NOTICES, Finding, Verdicts, measure_risk
 from shaped.files import make_folder, replace_non_finite, write_atomically, write_json
 
-FILE, PAGE = "diagnosis.json", "diagnosis.html"
+FILE, PAGE = FILES = ("diagnosis.json", "diagnosis.html")
 
 
 @dataclass(frozen=True, eq=False)

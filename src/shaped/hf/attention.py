@@ -182,11 +182,19 @@ def uses_interface(kind: type[nn.Module]) -> bool:
 @cache
 def bypasses_interface(kind: type[nn.Module]) -> bool:
     """Does this class compute its softmax itself, whatever attention implementation is set?"""
-    try:
-        source = inspect.getsource(kind) if "Attention" in kind.__name__ and kind.__module__.startswith("transformers.") else ""
+    if "Attention" not in kind.__name__ or uses_interface(kind):
+        return False
+    try:  # what a class inherits is its own code too
+        source = "".join(inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("transformers."))
     except (OSError, TypeError):
         return False
-    return "softmax" in source and "get_interface(" not in source
+    return re.search("softmax|scaled_dot_product_attention", source, re.IGNORECASE) is not None and "get_interface(" not in source
+
+
+@cache
+def merges_sequences(kind: type[nn.Module]) -> bool:
+    """Does it attend to its own and to another model's tokens in one softmax (T5Gemma 2's decoder)? Its queries are not among its keys."""
+    return "merged_attention_mask" in inspect.signature(kind.forward).parameters
 
 
 def find_other_softmax(module: nn.Module) -> str:

@@ -5,6 +5,7 @@ Each function below takes a method of transformers and returns the one that repl
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.trainer_callback import CallbackHandler
 
-from shaped.hf.attention import NAME, mark_roles
+from shaped.hf.attention import NAME, find_self_attentions, mark_roles
 from shaped.hf.callbacks import LayerLogCallback
 from shaped.hf.configuration import ShapedConfig
 from shaped.hf.shaping import CHOOSE, install_gains, list_configs, refuse_if_ignored
@@ -51,8 +52,7 @@ def patch_post_init(post_init: Callable[..., None]) -> Callable[..., None]:
     def post_init_and_shape(self: PreTrainedModel) -> None:
         if getattr(self.config, "shaped", None):
             install_gains(self)
-        if self.config._attn_implementation == NAME and any("Attention" in type(module).__name__ for module in self.modules()):
-            refuse_if_ignored(self)
+        refuse_if_unshaped(self)
         parts = (part for part in self.modules() if isinstance(part, PreTrainedModel) and part is not self)
         if drops_shaping(self.config) and not any(drops_shaping(part.config) for part in parts):  # else a part has warned already
             warn_of_plain_attention(self.config._attn_implementation, self.config)
@@ -62,11 +62,36 @@ def patch_post_init(post_init: Callable[..., None]) -> Callable[..., None]:
     return post_init_and_shape
 
 
+def refuse_if_unshaped(model: PreTrainedModel) -> None:
+    """Refuses a model, just built, that asks for shaped attention and would not have it.
+
+    A part that has no attention, such as a convolutional backbone, is for the model around it to judge: another part may have some.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME]
+    if not parts:
+        return
+    if parts[0] is model and any("Attention" in type(module).__name__ for module in model.modules()):
+        refuse_if_ignored(model)
+    elif not is_being_built_into(model) and not any(map(find_self_attentions, parts)):
+        refuse_if_ignored(parts[0])
+
+
+def is_being_built_into(part: PreTrainedModel) -> bool:
+    """Does the constructor of another model call that of this one? Only the stack tells: a part knows nothing of the model around it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(owner := frame.f_locals.get("self"), PreTrainedModel) and owner is not part:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def patch_set_attn_implementation(set_attn_implementation: Callable[..., None]) -> Callable[..., None]:
     """Sets the attention of all parts. transformers skips parts whose config is a copy (T5), and only warns if nothing changes."""
 
     def set_everywhere(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         by_part = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
+        refuse_unknown_parts(self.config, attn_implementation)
         for name in (name for name, choice in by_part.items() if choice == NAME):
             config = getattr(self.config, name, None) if name else self.config
             for part in (part for part in self.modules() if isinstance(part, PreTrainedModel) and part.config is config):
@@ -141,8 +166,12 @@ def patch_loading(load: Callable[..., Any]) -> Callable[..., Any]:
             has_gains = getattr(config, "shaped", None) or isinstance(config, ShapedConfig)
             if overrides_shaping(shaped_parts(config), kwargs) and not has_gains:
                 warn_of_plain_attention(kwargs["attn_implementation"], config)
+            refuse_unknown_parts(config, kwargs.get("attn_implementation"))
         try:
-            return load(cls, *args, **kwargs)
+            loaded = load(cls, *args, **kwargs)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info there is more
+            refuse_unknown_parts(model.config, kwargs.get("attn_implementation"))
+            return loaded
         except KeyError as error:
             if error.args != (NAME,):
                 raise
@@ -151,6 +180,14 @@ def patch_loading(load: Callable[..., Any]) -> Callable[..., Any]:
             ) from None
 
     return load_with_warning
+
+
+def refuse_unknown_parts(config: PreTrainedConfig, choice: Any) -> None:
+    """Of a choice for each part, transformers passes over the names that it does not know."""
+    for name in choice if isinstance(choice, dict) else ():
+        if NAME in str(choice[name]) and name not in ("", *config.sub_configs):
+            known = ", ".join(["''", *config.sub_configs])
+            raise ValueError(f"attn_implementation must have names of parts of {type(config).__name__}, {known}, got {name!r}")
 
 
 def overrides_shaping(before: Any, given: dict[str, Any]) -> bool:

@@ -13,7 +13,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shaped.checks import SINGLE, check_bool, finite, positive, quote
-from shaped.hf.attention import NAME, adds_to_masks, bypasses_interface, find_other_softmax, find_self_attentions
+from shaped.hf.attention import (
+    NAME,
+    adds_to_masks,
+    bypasses_interface,
+    find_other_softmax,
+    find_self_attentions,
+    merges_sequences,
+)
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn import blocks
 from shaped.nn.modules import AttentionShaping, has_gains
@@ -193,14 +200,18 @@ def copy_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def refuse_if_ignored(model: PreTrainedModel) -> None:
-    """Refuses models with their own attention code, on which the attention interface has no effect, and those with another softmax."""
+    """Refuses models on which the attention interface has no effect, wholly or in part, and those with another softmax."""
+    name = type(model).__name__
     own = sorted({type(module).__name__ for module in model.modules() if bypasses_interface(type(module))})
-    if own or not find_self_attentions(model):
-        raise ValueError(
-            f"attn_implementation='{NAME}' has no effect on {', '.join(own) or 'the modules'} of {type(model).__name__}; {CHOOSE}"
-        )
-    for module in find_self_attentions(model).values():
-        if name := find_other_softmax(module):
+    attentions = find_self_attentions(model).values()
+    if own or not attentions:
+        place = f"{', '.join(own)} of {name}" if own else f"{name}, in which no self-attention goes through the attention interface"
+        raise ValueError(f"attn_implementation='{NAME}' has no effect on {place}; {CHOOSE}")
+    for module in attentions:
+        if merges_sequences(type(module)):
             raise ValueError(
-                f"{name} must be None for attn_implementation='{NAME}', got one in {type(module).__name__} of {type(model).__name__}"
+                f"attn_implementation='{NAME}' must be for self-attention, got {type(module).__name__} of {name}, one softmax over the "
+                f"tokens of two sequences; {CHOOSE}"
             )
+        if other := find_other_softmax(module):
+            raise ValueError(f"{other} must be None for attn_implementation='{NAME}', got one in {type(module).__name__} of {name}")

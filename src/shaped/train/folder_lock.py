@@ -61,6 +61,8 @@ def _lock(path: Path, folder: Path) -> int:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # another process has just removed the folder that it created
             continue
+        except OSError as error:
+            raise ValueError(f"out must be a folder that can be written, got {folder}: {error.strerror}") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

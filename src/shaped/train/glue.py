@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import shaped.hf
 from shaped.checks import in_range, positive, whole_number
-from shaped.files import read_json, read_text, write_sealed
+from shaped.files import check_writable, read_json, read_text, write_sealed
 from shaped.hf.quiet import silence_transformers
 from shaped.process import quote_error
 from shaped.train.run.folder import HISTORY, check_files, check_run_folder
@@ -144,7 +144,7 @@ def glue(
 
     `steppers` are shared by runs and tasks of the same shapes in one process: nothing is then compiled again.
     """
-    result = Result.read(check_run_folder(run) / "result.json")
+    result = Result.read(check_run(run, settings.task) / "result.json")
     check_files(run, lambda name: name not in HISTORY)
     check_config(run, result)
     with explain_errors(run):
@@ -173,8 +173,19 @@ def glue(
     summary |= {"precision": "bf16" if config.half else "float32", "stream": str(config.stream).removeprefix("torch.")}
     summary |= {"epochs": settings.epochs, "lr": settings.lr, "batch": settings.batch, "warmup": settings.warmup, "length": length}
     summary |= {"examples": {part: len(parts[part]) for part in parts}, "run": result.command, "commit": find_commit()}
-    write_sealed(run / f"glue-{settings.task}.json", summary)
+    write_sealed(run / name_scores(settings.task), summary)
     return summary
+
+
+def name_scores(task: str) -> str:
+    """The file of a run that has its scores on a task."""
+    return f"glue-{task}.json"
+
+
+def check_run(run: Path, *tasks: str) -> Path:
+    """A finished run into whose folder the scores of these tasks can be written."""
+    check_writable(check_run_folder(run), "run", map(name_scores, tasks))
+    return run
 
 
 def check_config(run: Path, result: Result) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shaped.files import check_entries, read_json, sha256, write_atomically, write_sealed
+from shaped.files import check_entries, check_writable, read_json, sha256, write_atomically, write_sealed
 from shaped.train.run import checkpoint
 from shaped.train.run.folder import HISTORY, check_files, read_settings
 from shaped.train.run.metrics import read_metrics
@@ -166,9 +166,7 @@ def read_file(path: Path) -> list[RunRecord]:
 
 def collect(runs: Sequence[RunRecord], out: Path, **about: Any) -> dict[str, Any]:
     """One file with all runs, and one of the same name, ending in .jsonl, with all their metrics; as docs/results keeps them."""
-    if out.suffix != ".json":
-        raise ValueError(f"out must end in .json, since the metrics go to a file that ends in .jsonl, got {out}")
-    log = out.with_suffix(".jsonl")
+    log = check_out(out)
     finished = [run for run in runs if run.result is not None]
     lines = "".join(json.dumps({"run": run.name} | _round(line)) + "\n" for run in runs for line in run.metrics).encode()
     summary = about | {
@@ -180,6 +178,15 @@ def collect(runs: Sequence[RunRecord], out: Path, **about: Any) -> dict[str, Any
     write_atomically(log, lambda file: file.write(lines))
     write_sealed(out, summary)
     return summary
+
+
+def check_out(out: Path) -> Path:
+    """The file of the metrics, beside this one. Refuses what `collect` could not write."""
+    if out.suffix != ".json":
+        raise ValueError(f"out must end in .json, since the metrics go to a file that ends in .jsonl, got {out}")
+    log = out.with_suffix(".jsonl")
+    check_writable(out.parent, files=(log.name, out.name))
+    return log
 
 
 def _select_main(row: dict[str, Any]) -> dict[str, Any]:

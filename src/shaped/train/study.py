@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from shaped.checks import positive
+from shaped.files import check_writable
 from shaped.process import quote_error
 from shaped.train.folder_lock import Busy, file_lock
 from shaped.train.run.folder import read_divergence
@@ -93,6 +94,7 @@ def study(path: Path, *, only: Sequence[str] = (), log: Log = print, progress: b
     for name in only:
         if name not in runs:
             raise ValueError(f"only must be among {', '.join(runs)}, got {name}")
+    check_writable(out, files=OWN)
     began, steppers = time.monotonic(), StepperCache()
     failed: dict[str, str] = {}
     busy: set[str] = set()

@@ -205,10 +205,12 @@ def takes_hf_shape(model: nn.Module) -> bool:
     transformers = sys.modules.get("transformers")  # a model of it has loaded it
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return False
-    from shaped.hf.attention import bypasses_interface, find_other_softmax, is_cross_attention, uses_interface
+    from shaped.hf.attention import bypasses_interface, find_other_softmax, is_cross_attention, merges_sequences, uses_interface
     from shaped.hf.configuration import ShapedConfig
 
     parts = list(model.modules())
-    own = any(bypasses_interface(type(part)) or (uses_interface(type(part)) and find_other_softmax(part)) for part in parts)
-    attends = any(uses_interface(type(part)) and not is_cross_attention(part) for part in parts)
-    return attends and not own and not isinstance(model.config, ShapedConfig)
+    through = [part for part in parts if uses_interface(type(part))]
+    own = any(bypasses_interface(type(part)) for part in parts)
+    other = any(find_other_softmax(part) or merges_sequences(type(part)) for part in through)
+    attends = any(not is_cross_attention(part) for part in through)
+    return attends and not own and not other and not isinstance(model.config, ShapedConfig)

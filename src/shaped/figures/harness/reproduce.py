@@ -50,6 +50,11 @@ def select_pages(ids: Sequence[str], runs: Sequence[Path] = ()) -> tuple[str, ..
     return tuple(id for id in known if (id in everything and (not ids or "all" in ids)) or id in ids)
 
 
+def list_files(ids: Sequence[str]) -> list[str]:
+    """What `reproduce` writes into its folder."""
+    return [f"{id}.{kind}" for id in ids for kind in ("npz", "json", "png", "pdf")] + ["report.html"]
+
+
 def workers_by_default(device: str) -> int | None:
     """One process a core on a CPU; None on a GPU, which one process keeps busy."""
     cores = count_cores()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shaped.checks import in_range, whole_number
-from shaped.files import read_json, remove, write_sealed
+from shaped.files import check_writable, read_json, remove, write_sealed
 from shaped.train.data.packing import pack_rows, progress_file
 from shaped.train.data.prepared import IDS, PARTS, Data, load_data
 from shaped.train.data.text import Line, fingerprint, is_file, read_lines
@@ -49,6 +49,7 @@ def prepare(
     in_range("valid_share", valid_share, 0.0, 0.5)
     if tokens is not None:
         whole_number("tokens", tokens, least=length)
+    check_writable(out)  # hashing the text takes its time
     request = {
         "text": [fingerprint(source) for source in text],
         "valid": [fingerprint(source) for source in valid or []],
