@@ -1,4 +1,4 @@
-"""This process: which command it is, Ctrl-C while it loads, its processors, how to install an extra, an error in one line. Without torch.
+"""This process: which command it is, Ctrl-C while it loads, processors, memory, how to install an extra, errors in one line. Without torch.
 
 Programs that import the library keep their signal handlers.
 """
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,48 @@ MESSAGE = "shaped: interrupted; no file is half-written"
 def count_cores() -> int:
     """Those of a container or of `taskset`, where the system tells; macOS does not."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def find_free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that may still be taken before the system kills a process: those that it has available, and what is left of the limits of
+    containers. None where the system does not tell (macOS).
+    """
+    try:
+        lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        free = [1024 * int(lines["MemAvailable"].split()[0])]
+    except (OSError, KeyError, ValueError):
+        return None
+    with suppress(OSError, ValueError):
+        groups = [line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        for controllers, place in groups:
+            if controllers == "":
+                names, top = ("memory.max", "memory.current", "inactive_file"), root / "sys/fs/cgroup"
+            elif "memory" in controllers.split(","):  # version 1
+                names, top = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), root / "sys/fs/cgroup/memory"
+            else:
+                continue
+            own = top / place.strip("/")
+            free += filter(None, (_read_limit(folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(top)))
+    return max(0, min(free))
+
+
+def _read_limit(folder: Path, limit: str, usage: str, cached: str) -> int | None:
+    """What is left of the limit of a control group. Files that are cached count as used there, but make room."""
+    try:
+        most, used = ((folder / name).read_text().strip() for name in (limit, usage))
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return None if most == "max" else int(most) - int(used) + int(counts.get(cached, 0))
+    except (OSError, ValueError):
+        return None
+
+
+def check_memory(name: str, what: str, needed: float, remedy: str) -> None:
+    """Refuses what takes more memory than is free, before the work: Linux kills the process for it, without a word."""
+    free = find_free_memory()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{name} must fit into the {free / 1e9:.3g} GB of memory that are free, got {what} of {needed / 1e9:.3g} GB: {remedy}"
+        )
 
 
 def suggest_install(extra: str) -> str:

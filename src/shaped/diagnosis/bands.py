@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shaped.diagnosis.curves import Curves, list_curves
+from shaped.diagnosis.memory import find_lack_of_copies
 from shaped.diagnosis.observation import Observation, find_device, observe
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.one_pass.stack import iterate_values
@@ -119,6 +120,8 @@ def describe_parts(model: nn.Module) -> dict[str, Any]:
 def copy_bands(model: nn.Module, batch: Any, seen: Observation, *, loss: Loss | None, seeds: int, seed: int) -> Bands:
     """From copies of the model with fresh weights, all curves."""
     curves: dict[str, list[Curves]] = {stack.name: [] for stack in seen.stacks}
+    if lack := find_lack_of_copies(model):
+        return Bands({}, f"no band: {lack}")
     try:
         fresh = make_fresh_copy(model, seed)
     except ValueError as error:

@@ -9,6 +9,7 @@ from torch import nn
 
 from shaped.checks import whole_number
 from shaped.diagnosis.bands import measure_bands
+from shaped.diagnosis.memory import check_gradients
 from shaped.diagnosis.observation import describe_batch, observe
 from shaped.diagnosis.one_pass.losses import Loss
 from shaped.diagnosis.remedies import try_remedies
@@ -43,6 +44,8 @@ def diagnose(
     """
     seeds = None if seeds is None else whole_number("seeds", seeds, least=0)
     seed = whole_number("seed", seed, least=0, most=math.inf)
+    if isinstance(model, nn.Module):
+        check_gradients(model)
     seen = observe(model, batch, loss)
     bands = measure_bands(model, batch, seen, loss=loss, seeds=seeds, seed=seed)
     info = {

@@ -6,6 +6,8 @@ import importlib
 import inspect
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shaped.checks import fold_seed
+from shaped.diagnosis.memory import check_config
 from shaped.files import read_json, read_text
 from shaped.process import quote_error, require
 
@@ -103,17 +106,29 @@ def load_from_disk(place: str, seed: int) -> tuple[nn.Module, Path, list[str]]:
     require("a config.json", "hf", "transformers")
     from transformers import AutoConfig
 
+    with explain_errors(place):
+        config = AutoConfig.from_pretrained(file, local_files_only=True)
+        kind = choose_class(config)
+    with explain_errors(place, ValueError):
+        check_config(kind, config, drawn=not path.is_dir())
+    with explain_errors(place):
+        torch.manual_seed(fold_seed(seed))
+        if not path.is_dir():
+            return kind.from_config(config), path.parent, []
+        model, found = kind.from_pretrained(path, config=config, local_files_only=True, output_loading_info=True)
+    return model, path, sorted(found["missing_keys"])
+
+
+@contextmanager
+def explain_errors(place: str, *as_they_are: type[Exception]) -> Iterator[None]:
+    """Around what transformers does, in silence and with random numbers of its own: its errors in one line."""
     from shaped.hf.quiet import silence_transformers  # shaped.hf also tells transformers what a model of type shaped is
 
     try:
         with silence_transformers(), torch.random.fork_rng(devices=[]):
-            config = AutoConfig.from_pretrained(file, local_files_only=True)
-            kind = choose_class(config)
-            torch.manual_seed(fold_seed(seed))
-            if not path.is_dir():
-                return kind.from_config(config), path.parent, []
-            model, found = kind.from_pretrained(path, config=config, local_files_only=True, output_loading_info=True)
-            return model, path, sorted(found["missing_keys"])
+            yield
+    except as_they_are:
+        raise
     except Exception as error:  # transformers has several classes of errors, some over many lines
         raise ValueError(f"model must be one that transformers can load, got {place!r}: {quote_error(error)}") from None
 

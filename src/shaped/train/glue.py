@@ -22,6 +22,7 @@ from shaped.files import check_writable, read_json, read_text, write_sealed
 from shaped.hf.quiet import silence_transformers
 from shaped.process import quote_error
 from shaped.train.run.folder import HISTORY, check_files, check_run_folder
+from shaped.train.run.model import check_size
 from shaped.train.run.options import check, option
 from shaped.train.run.result import Result, find_commit
 from shaped.train.run.settings import copy_option
@@ -149,7 +150,9 @@ def glue(
     check_config(run, result)
     with explain_errors(run):
         tokenizer: Any = AutoTokenizer.from_pretrained(run)
-        length = shaped.hf.ShapedConfig.from_pretrained(run).max_position_embeddings
+        about = shaped.hf.ShapedConfig.from_pretrained(run)
+    length = about.max_position_embeddings
+    check_size(about, settings.device)
     tokenizer.model_max_length = 1 << 30  # texts are truncated below
     parts = {part: read_examples(settings.task, part, folder) for part in ("train", "dev")}
     config, steppers = StepConfig.of(settings, 1), StepperCache() if steppers is None else steppers

@@ -10,6 +10,7 @@ import torch
 
 from shaped.hf import ShapedConfig
 from shaped.hf.quiet import silence_transformers
+from shaped.process import check_memory
 from shaped.train.data.prepared import IDS, Data
 from shaped.train.data.tokenizer import END, FIRST, write_causal_tokenizer
 from shaped.train.run.checkpoint import writing_tensors
@@ -51,9 +52,17 @@ def build_model(settings: Settings, model: Any, vocab: int, length: int) -> Any:
         bos_token_id=IDS[FIRST] if model.causal else None,  # `generate` begins and ends with them
         eos_token_id=IDS[END] if model.causal else None,
     )
+    check_size(config, settings.device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         return model(config)
+
+
+def check_size(config: ShapedConfig, device: str) -> None:
+    """Refuses a model for which memory has no room, before it is built. On a CPU gradients and the moments of Adam lie beside it."""
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    what, copies = ("weights, gradients and moments", 4) if on_cpu else ("weights", 1)
+    check_memory("model", f"{config.weights() / 1e9:.3g} billion {what}", 4.0 * copies * config.weights(), "a smaller width or depth")
 
 
 def write_model(model: Any, data: Data, out: Path) -> list[str]:
