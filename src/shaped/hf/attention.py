@@ -69,6 +69,8 @@ def attention_forward(
             "do without a cache (use_cache=False) or with a larger one"
         )
     mask = _add_mask(position_bias, attention_mask, causal and attention_mask is None) if position_bias is not None else attention_mask
+    if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):  # it would be added to the logits
+        raise ValueError(f"attention_mask must be boolean or a floating-point bias where it has a row for each query, got {mask.dtype}")
     if mask is not None and mask.dtype != torch.bool:  # Hugging Face masks with the dtype's minimum, callers also with -1e9 or -1e4
         mask = mask.to(query.dtype)
         mask = mask.masked_fill(mask <= MASKED, -torch.inf)
@@ -181,8 +183,8 @@ def uses_interface(kind: type[nn.Module]) -> bool:
 
 @cache
 def bypasses_interface(kind: type[nn.Module]) -> bool:
-    """Does this class compute its softmax itself, whatever attention implementation is set?"""
-    if "Attention" not in kind.__name__ or uses_interface(kind):
+    """Does this class compute its softmax itself, whatever attention implementation is set? Cross-attention may: it stays plain."""
+    if "Attention" not in kind.__name__ or re.search("CrossAttention|AttentionPool", kind.__name__) or uses_interface(kind):
         return False
     try:  # what a class inherits is its own code too
         source = "".join(inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("transformers."))
@@ -223,6 +225,7 @@ def mask_forward(
 
     In a causal mask the last query attends to its own key even at padding: `find_query_positions` reads the positions off that entry.
     """
+    check_columns(named.get("attention_mask"), q_offset, q_length, kv_offset + kv_length)
     if adds_to_masks(named.get("config")):
         named["allow_is_causal_skip"] = False
     mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, **named)  # pyright: ignore[reportArgumentType]
@@ -234,6 +237,20 @@ def mask_forward(
         return mask
     queries, keys = torch.arange(q_length, device=mask.device), torch.arange(kv_length, device=mask.device) + kv_offset
     return mask | (queries == q_length - 1)[:, None] & (keys == q_offset + q_length - 1)
+
+
+def check_columns(mask: Any, seen: int | Tensor, queries: int, keys: int | Tensor) -> None:
+    """Refuses a mask of padding, [batch, tokens], that does not fit. transformers takes missing columns for padding, and cuts others.
+
+    A static cache is longer than its tokens, and tells their number by a tensor, which is not read.
+    """
+    if not isinstance(mask, Tensor):
+        return
+    if mask.ndim not in (2, 4):
+        raise ValueError(f"attention_mask must be [batch, tokens] or [batch, 1, queries, tokens], got shape {tuple(mask.shape)}")
+    known = mask.ndim == 2 and isinstance(seen, int) and isinstance(keys, int) and seen + queries == keys
+    if known and mask.shape[-1] != keys:
+        raise ValueError(f"attention_mask must have a column for each of the {keys} tokens, cached ones included, got {mask.shape[-1]}")
 
 
 def _add_mask(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

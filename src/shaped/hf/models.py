@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from shaped.hf.attention import NAME, attention_forward
+from shaped.hf.attention import NAME, attention_forward, check_columns
 from shaped.hf.configuration import ShapedConfig
 from shaped.nn.activations import ACTIVATIONS
 from shaped.nn.blocks import BLOCKS, NormBlock, ShapedTransformerBlock
@@ -206,6 +206,7 @@ class ShapedModel(ShapedPreTrainedModel):
             raise ValueError("input_ids or inputs_embeds must be given, and not both, got " + ("none" if input_ids is None else "both"))
         x = self.embedding.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        check_columns(attention_mask, seen, x.shape[1], seen + x.shape[1])
         # Before a cache is made: with one transformers does not look for packed sequences, which then see one another.
         if self.config.is_decoder:
             mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
