@@ -118,10 +118,9 @@ def exchange(arm: str, measure: Measure) -> dict[str, Any]:
 def name_final(arm: str, settings: dict[str, Any], seed: int) -> str:
     """The first finals had no choices, the second ones not that of the other side."""
     start = race.set_rate(read_masked_settings(arm), settings["lr"])
-    if all(settings.get(key) != start.get(key) for key in EXCHANGED[arm][1]):
+    kind = "chosen" if settings.items() - start.items() else "final"
+    if race.has_choice(settings, start, EXCHANGED[arm][1]):
         kind = "exchanged"
-    else:
-        kind = "chosen" if settings.items() - start.items() else "final"
     return f"causal-{arm}-{kind}-{settings['lr']:g}-{seed}"
 
 

@@ -59,7 +59,7 @@ SLOW_GAINS: Choice = ("slow-gains", {"gain_lr": 0.1})
 TABLES: Choice = ("tables", {"embedding_std": 0.02, "embedding_lr": 1.0})
 SLOW_HEAD: Choice = ("slow-head", {"head_lr": 0.1})
 FAST_TABLES: Choice = ("fast-tables", {"embedding_lr": 50.0})
-LATER = (SLOW_GAINS, TABLES)
+LATER = (SLOW_GAINS, FAST_TABLES)
 
 
 @dataclass(frozen=True)
@@ -258,9 +258,15 @@ def is_later(arm: str, name: str) -> bool:
     return arm in REFINED and name.startswith(tuple(f"{arm}-full-{label}-" for label, _ in LATER))
 
 
+def has_choice(settings: dict[str, Any], start: dict[str, Any], change: dict[str, Any]) -> bool:
+    """Do the settings have the choice that the start has not? The rate of tables is a factor of the rest's: it follows that."""
+    return all(settings.get(key) != start.get(key) and not _is_close(settings.get(key), start.get(key)) for key in change)
+
+
 def name_final(arm: str, settings: dict[str, Any], seed: int) -> str:
     """With the later choices that were kept: the finals without them stay, whose rate may be the same."""
-    kept = [label for label, change in LATER if arm in REFINED and change.items() <= settings.items()]
+    start = set_rate(ARMS[arm].settings, settings["lr"])
+    kept = [label for label, change in LATER if arm in REFINED and has_choice(settings, start, change)]
     return "-".join([arm, "final", *kept, f"{settings['lr']:g}", f"{seed}"])
 
 

@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from causal_race import FILES as CAUSAL_FILES
 from common import report
-from race import ARMS, FILES, RATES, TUNING, find_loss, read_known, set_rate
+from race import ARMS, EMBEDDING_LR, FILES, RATES, TUNING, find_loss, read_known, set_rate
 from race_tables import group_long_runs, milliseconds_a_step
 
 import shaped
@@ -122,9 +122,9 @@ def draw_finals(known: Known) -> Figure:
 
 
 def describe_tables(run: RunRecord) -> str:
-    """Of a shaped run whose embedding tables are not of variance 1."""
-    small = run.settings["model"] == "shaped" and run.settings["embedding_std"] is not None
-    return f", tables of {run.settings['embedding_std']:g}" if small else ""
+    """Of a shaped run whose embedding tables move faster than those of the first finals."""
+    fast = run.settings["model"] == "shaped" and run.settings["embedding_lr"] * run.settings["lr"] > 1.5 * EMBEDDING_LR
+    return ", fast tables" if fast else ""
 
 
 def find_rates(run: RunRecord) -> tuple[float, float]:

@@ -111,33 +111,36 @@ def test_rates_are_tuned_again_at_full_length_from_each_start(race: ModuleType):
 def test_later_choices_are_kept_if_they_lower_the_loss(race: ModuleType):
     """After each that is kept the rate is tuned again, upward first, and the next choice starts there."""
 
-    def search(slower: float, smaller: float) -> tuple[dict[str, Any], list[str]]:
-        """With the best rate at 2e-3, 8e-3 for slower gains, and half of that with small tables, and these gains of the loss."""
+    def search(slower: float, faster: float) -> tuple[dict[str, Any], list[str]]:
+        """With the best rate at 2e-3, 8e-3 for slower gains, and half of that with fast tables, and these gains of the loss."""
         runs: list[str] = []
 
         def measure(name: str, settings: dict[str, Any]) -> float:
             runs.append(name)
-            slow, small = settings.get("gain_lr") == 0.1, settings.get("embedding_std") == 0.02
-            assert not (slow or small) or (settings["steps"], settings["seed"]) == (20_000, 0)
-            best = (8e-3 if slow else 2e-3) / (2.0 if small else 1.0)
-            return 9.0 + abs(math.log2(settings["lr"] / best)) - (slower if slow else 0.0) - (smaller if small else 0.0)
+            slow, fast = settings.get("gain_lr") == 0.1, settings["embedding_lr"] * settings["lr"] > 0.05
+            assert not (slow or fast) or (settings["steps"], settings["seed"]) == (20_000, 0)
+            best = (8e-3 if slow else 2e-3) / (2.0 if fast else 1.0)
+            return 9.0 + abs(math.log2(settings["lr"] / best)) - (slower if slow else 0.0) - (faster if fast else 0.0)
 
         best = race.refine("recover-qk", measure)
         return best, [run.removeprefix("recover-qk-full-") for run in runs if "slow-gains" in run or "tables" in run]
 
     slow = ["slow-gains-0.002", "slow-gains-0.004", "slow-gains-0.008", "slow-gains-0.016"]
-    best, runs = search(slower=2.5, smaller=0.0)
-    assert (best["gain_lr"], best["lr"], best["embedding_lr"], best.get("embedding_std")) == (0.1, 8e-3, 0.625, None)
-    assert runs == [*slow, "tables-0.008"]
-    best, runs = search(slower=2.5, smaller=1.5)
-    assert (best["gain_lr"], best["lr"], best["embedding_lr"], best["embedding_std"]) == (0.1, 4e-3, 1.0, 0.02)
-    assert runs == [*slow, "tables-0.008", "tables-0.016", "tables-0.004", "tables-0.002"]
-    best, runs = search(slower=0.5, smaller=1.5)
-    assert (best.get("gain_lr"), best["lr"], best["embedding_std"]) == (None, 1e-3, 0.02)
-    assert runs == ["slow-gains-0.002", "tables-0.002", "tables-0.004", "tables-0.001", "tables-0.0005"]
-    best, runs = search(slower=0.5, smaller=0.5)
-    assert (best["lr"], best.keys() & {"gain_lr", "embedding_std"}) == (2e-3, set())
-    assert runs == ["slow-gains-0.002", "tables-0.002"]
+    best, runs = search(slower=2.5, faster=0.0)
+    assert (best["gain_lr"], best["lr"], best["embedding_lr"]) == (0.1, 8e-3, 0.625)
+    assert runs == [*slow, "fast-tables-0.008"]
+    best, runs = search(slower=2.5, faster=1.5)
+    assert (best["gain_lr"], best["lr"], best["embedding_lr"]) == (0.1, 4e-3, 100.0)  # the tables keep the rate of the first try
+    assert runs == [*slow, "fast-tables-0.008", "fast-tables-0.016", "fast-tables-0.004", "fast-tables-0.002"]
+    assert race.name_final("recover-qk", best, 1) == "recover-qk-final-slow-gains-fast-tables-0.004-1"
+    best, runs = search(slower=0.5, faster=1.5)
+    assert (best.get("gain_lr"), best["lr"], best["embedding_lr"]) == (None, 1e-3, 100.0)
+    assert runs == ["slow-gains-0.002", "fast-tables-0.002", "fast-tables-0.004", "fast-tables-0.001", "fast-tables-0.0005"]
+    assert race.name_final("recover-qk", best, 1) == "recover-qk-final-fast-tables-0.001-1"
+    best, runs = search(slower=0.5, faster=0.5)
+    assert (best["lr"], best["embedding_lr"], "gain_lr" in best) == (2e-3, 2.5, False)
+    assert runs == ["slow-gains-0.002", "fast-tables-0.002"]
+    assert race.name_final("recover-qk", best, 1) == "recover-qk-final-0.002-1"
 
 
 def test_finals_have_the_settings_of_all_steps(race: ModuleType):
@@ -149,16 +152,16 @@ def test_finals_have_the_settings_of_all_steps(race: ModuleType):
 
 def test_finals_with_a_later_choice_are_new_runs(race: ModuleType, known: dict[str, Any]):
     """Also where the rate stays: the finals without the choice have been made."""
-    first = {name: run for name, run in known.items() if "-tables-" not in name or not name.startswith("recover-qk-")}
+    first = {name: run for name, run in known.items() if "-fast-tables-" not in name or not name.startswith("recover-qk-")}
 
     def measure(name: str, settings: dict[str, Any]) -> float:
         loss = race.find_loss(first, name, race.TUNING | settings)
-        return (3.0 if name == "recover-qk-full-tables-0.002" else 9.0) if loss is None else loss
+        return (3.0 if name == "recover-qk-full-fast-tables-0.002" else 9.0) if loss is None else loss
 
     found = race.refine("recover-qk", measure)
-    assert (found["lr"], found["embedding_std"]) == (2e-3, 0.02)
+    assert (found["lr"], found["embedding_lr"]) == (2e-3, 50.0)
     name = race.name_final("recover-qk", found, 1)
-    assert name == "recover-qk-final-tables-0.002-1"
+    assert name == "recover-qk-final-fast-tables-0.002-1"
     assert race.find_loss(first, name, race.FINAL | found | {"seed": 1}) is None
     for arm in ("recover-qk", "preln-qk"):  # the normalised arm's small tables are a start of step 4
         tuned = race.lengthen(arm, measure)
@@ -215,8 +218,8 @@ def test_later_choices_of_the_masked_race_leave_the_causal_settings(
     causal_race: ModuleType, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     best, later = known["recover-qk-full-tuned-0.002"], dict[str, Any]()
-    for label in ("slow-gains", "tables"):
-        settings = best.settings | {"gain_lr": 0.1} if label == "slow-gains" else best.settings | {"embedding_std": 0.02}
+    for label in ("slow-gains", "fast-tables"):
+        settings = best.settings | {"gain_lr": 0.1} if label == "slow-gains" else best.settings | {"embedding_lr": 50.0}
         run = SimpleNamespace(settings=settings, result=SimpleNamespace(test_loss=best.result.test_loss - 0.1))
         later[f"recover-qk-full-{label}-0.002"] = run
     monkeypatch.setattr(causal_race, "read_masked", lambda: known | later)
