@@ -1,5 +1,9 @@
 """The GPU kernels, compiled without a GPU: the interpreter accepts code that the compiler rejects."""
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from triton_interpreter import needs_triton
@@ -61,6 +65,19 @@ def test_kernels_of_training(capability):
 
 @needs_triton
 @pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("D", [64, 256])
+def test_rows_of_queries_and_keys_fit_into_registers(D, capability, tmp_path):
+    """With 4 warps a program, rows of 256 features took 14 kB of memory each on sm_80."""
+    from shaped.kernels import long_attention
+    from shaped.kernels.gpu import queries_keys as kernels
+
+    for kernel in (kernels.prepare_kernel, kernels.prepare_backward_kernel):
+        compiled = compile_kernel(kernel, {"D": D, "T": long_attention.TOKENS}, capability, {"num_warps": long_attention.count_warps(D)})
+        assert count_spilled_bytes(compiled.asm["ptx"], capability, tmp_path / "kernel.ptx") <= 64
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("absent", [(), QK_GAINS, (*QK_GAINS, "qk_eps")], ids=["QK-norm with gains", "QK-norm", "raw queries and keys"])
 def test_attention_of_long_sequences(capability, absent):
     from shaped.kernels import attention_correction, long_attention
@@ -106,12 +123,32 @@ def test_products_of_hopper(keep):
     assert used <= HALF_OF_HOPPER
 
 
+def count_spilled_bytes(ptx, capability, path) -> int:
+    """Those that a thread stores because its registers are full, by Triton's own assembler."""
+    import triton
+
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    path.write_text(ptx)
+    architecture = f"sm_{capability}{'a' if capability == 90 else ''}"
+    said = subprocess.run(
+        [assembler, "-v", f"--gpu-name={architecture}", path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True
+    )
+    return int(re.findall(r"(\d+) bytes spill stores", said.stderr)[0])
+
+
 def measure_shared_memory(kernel, sizes, capability, options, others=None) -> int:
+    return compile_kernel(kernel, sizes, capability, options, others).metadata.shared
+
+
+def compile_kernel(kernel, sizes, capability, options, others=None):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     strides = {name: "i64" for name in kernel.arg_names if name.startswith("stride_")}
     known = SINGLE | NUMBERS | strides | (others or {})
     kinds = {name: "constexpr" if name in sizes else known.get(name, "*bf16") for name in kernel.arg_names}
-    source = ASTSource(kernel, kinds, {name: sizes[name] for name in kernel.arg_names if name in sizes})
-    return compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+    # Torch's tensors, and the distances between their rows, are multiples of 16 bytes and entries.
+    even = [i for i, name in enumerate(kernel.arg_names) if kinds[name].startswith("*") or (name in strides and name not in sizes)]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in even}
+    source = ASTSource(kernel, kinds, {name: sizes[name] for name in kernel.arg_names if name in sizes}, attributes)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)

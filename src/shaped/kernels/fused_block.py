@@ -173,7 +173,10 @@ def _read_learned(ctx: Any) -> Gains[bool]:
 
 
 def _allocate_terms(counts: dict[str, int], own: Gains[Any], learned: Gains[bool], device: torch.device) -> residual.GainTerms | None:
-    """None if no gain is learned. Without a learned shaping, or learned gains of QK-norm, there are no rows for them."""
+    """None if no gain is learned. Without a learned shaping, or learned gains of QK-norm, there are no rows for them.
+
+    Those of lam and gamma are there in any case: the product of Hopper that computes the terms of the slope computes gamma's with them.
+    """
     if not any(learned):
         return None
     absent = (() if learned.slope else SHAPING) + (() if learned.query else QK)

@@ -19,6 +19,11 @@ from shaped.kernels.packed_attention import MixingGains
 TOKENS = 64  # of a program
 
 
+def count_warps(D: int) -> int:
+    """Of a program that prepares queries and keys: with 4, rows of 256 features do not fit into the registers of an sm_80 GPU."""
+    return 8 if D == 256 else 4
+
+
 def fits(x: Tensor, D: int) -> bool:
     """Can the kernels take tokens like x, [batch, m, *], with heads of D features?"""
     shapes = x.ndim == 3 and x.shape[0] > 0 and x.shape[1] > 0 and D in attention_correction.FEATURES
@@ -93,7 +98,7 @@ class LongAttention:
         vectors = gains.query, gains.key, terms.query, terms.key
         sizes = (self.heads, qkv.shape[1], v.shape[-1], TOKENS)
         arguments = (dq, dk, qkv, dqkv, cos, sin, gains.gain, *vectors, self.qk_eps, *strides, *sizes)
-        launch(prepare_backward_kernel, self._count_programs(qkv), *arguments, on=qkv, num_warps=4)
+        launch(prepare_backward_kernel, self._count_programs(qkv), *arguments, on=qkv, num_warps=count_warps(v.shape[-1]))
         return dqkv
 
     def count_terms(self, qkv: Tensor) -> tuple[int, int]:
@@ -118,7 +123,7 @@ class LongAttention:
         out = qkv.new_empty(batch, m, 2, self.heads, D)
         cos, sin, stride = self._read_rotation()
         arguments = (qkv, out, cos, sin, gains.query, gains.key, self.qk_eps, stride, self.heads, m, D, TOKENS)
-        launch(prepare_kernel, self._count_programs(qkv), *arguments, on=qkv, num_warps=4)
+        launch(prepare_kernel, self._count_programs(qkv), *arguments, on=qkv, num_warps=count_warps(D))
         return out
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

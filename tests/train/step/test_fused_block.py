@@ -31,6 +31,15 @@ def test_the_kernels_have_qk_norm_and_its_gains(gain: bool):
     assert can_fuse([layer.block for layer in twin.model.layers])
 
 
+@pytest.mark.parametrize("other", [0, 1], ids=["in one block", "of two blocks"])
+def test_a_gain_in_two_places_takes_the_fallback(other: int):
+    """Autograd would add up both gradients before the side stream has computed them."""
+    twin: Any = Stepper(model(qk_norm=True, qk_gain=True), MaskedLoss, StepConfig(CPU)).twin
+    blocks = [layer.block for layer in twin.model.layers]
+    blocks[other].attention.qk_gains.key = blocks[0].attention.qk_gains.query
+    assert not can_fuse(blocks)
+
+
 @pytest.fixture
 def fitting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever depends on the GPU fits."""

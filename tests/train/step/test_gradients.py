@@ -17,6 +17,8 @@ from shaped.train.step.objectives.masked_lm import MaskedLoss
 from shaped.train.step.stepper import Stepper
 from train.step.steppers import CPU, SPECIAL, batches, make_schedule, model
 
+QK = {"qk_norm": True}
+QK_GAIN = {"qk_norm": True, "qk_gain": True}
 GRADIENTS = {
     "one product": {"schedule": "learn"},
     "three products": {"schedule": "learn", "hidden_size": 12},  # 12 x 12 entries do not follow each other in memory without gaps
@@ -60,13 +62,15 @@ def test_gradients_of_a_classifier_and_of_weights_used_twice():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize(
-    ("schedule", "qk_norm", "length"), [("recover", False, 64), ("learn", False, 64), ("learn", True, 64), ("recover", True, 200)]
+    ("schedule", "qk", "length"),
+    [("recover", {}, 64), ("learn", {}, 64), ("learn", QK, 64), ("recover", QK, 200), ("learn", QK_GAIN, 64), ("recover", QK_GAIN, 200)],
 )
-def test_gradients_of_fused_blocks_are_those_of_autograd(schedule: str, qk_norm: bool, length: int, graph: bool):
+def test_gradients_of_fused_blocks_are_those_of_autograd(schedule: str, qk: dict[str, bool], length: int, graph: bool):
     """Against float32: a gradient that is not written, or a stream that nobody waited for, would show here."""
     device = torch.device("cuda", 0)
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "vocab_size": 500, "max_position_embeddings": length}
-    made = model(schedule=schedule, qk_norm=qk_norm, **sizes)
+    made = model(schedule=schedule, **qk, **sizes)
+    draw_qk_gains(made)
     exact = copy.deepcopy(made).to(device)
     how = StepConfig(device, half=True, compile="blocks", graph=graph, stream=torch.bfloat16, chunk=8)
     rows = np.random.default_rng(0).integers(5, 500, (256, length))
@@ -76,23 +80,34 @@ def test_gradients_of_fused_blocks_are_those_of_autograd(schedule: str, qk_norm:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize(
-    ("schedule", "qk_norm", "positions"), [("recover", True, "rope"), ("learn", False, "rope"), ("learn", True, "learned")]
+    ("schedule", "qk", "positions"),
+    [("recover", QK, "rope"), ("learn", {}, "rope"), ("learn", QK, "learned"), ("recover", QK_GAIN, "rope")],
 )
-def test_gradients_of_fused_causal_blocks_are_those_of_autograd(schedule: str, qk_norm: bool, positions: str, graph: bool):
+def test_gradients_of_fused_causal_blocks_are_those_of_autograd(schedule: str, qk: dict[str, bool], positions: str, graph: bool):
     device = torch.device("cuda", 0)
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 500, "max_position_embeddings": 200}
-    made = model(ShapedForCausalLM, schedule=schedule, qk_norm=qk_norm, positions=positions, **sizes)
+    made = model(ShapedForCausalLM, schedule=schedule, positions=positions, **qk, **sizes)
+    draw_qk_gains(made)
     exact = copy.deepcopy(made).to(device)
     how = StepConfig(device, half=True, compile="blocks", graph=graph, stream=torch.bfloat16, chunk=8)
     rows = np.random.default_rng(0).integers(5, 500, (256, 200))
     compare_gradients(made, exact, how, CausalBatches(rows, batch=16, seed=0, end=3, device=device))
 
 
-@pytest.mark.parametrize("schedule", ["recover", "learn"])
-def test_gradients_of_modules_are_those_of_autograd(schedule: str):
+@pytest.mark.parametrize(("schedule", "qk"), [("recover", {}), ("learn", QK_GAIN)])
+def test_gradients_of_modules_are_those_of_autograd(schedule: str, qk: dict[str, bool]):
     """What the test above does, where there is no GPU and no fused block."""
-    made = model(schedule=schedule)
+    made = model(schedule=schedule, **qk)
+    draw_qk_gains(made)
     compare_gradients(made, copy.deepcopy(made), StepConfig(CPU, half=True, stream=torch.bfloat16), batches())
+
+
+def draw_qk_gains(made: Any) -> None:
+    """They start at 1, where a gain that is left out would not show."""
+    generator = torch.Generator().manual_seed(2)
+    for name, gain in made.named_parameters():
+        if "qk_gains" in name:
+            torch.nn.init.normal_(gain, 1.0, 0.5, generator=generator)
 
 
 def compare_gradients(made: Any, exact: Any, how: StepConfig, data: MaskedBatches | CausalBatches) -> None:
@@ -126,6 +141,12 @@ def compare_gradients(made: Any, exact: Any, how: StepConfig, data: MaskedBatche
 
 
 def together(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of the gains as one: each alone may be a small sum of large terms, of which bfloat16 leaves little."""
-    gains = [gradients[name].float() for name in sorted(gradients) if gradients[name].numel() == 1]
-    return {name: gradient.float().clone() for name, gradient in gradients.items() if gradient.numel() > 1} | {"gains": torch.cat(gains)}
+    """Those of the gains as one, and those of QK-norm: each alone may be a small sum of large terms, of which bfloat16 leaves little."""
+    others = {name: gradient.float().clone() for name, gradient in gradients.items() if gradient.numel() > 1 and "qk_gains" not in name}
+    for kind, names in (
+        ("gains", [name for name in sorted(gradients) if gradients[name].numel() == 1]),
+        ("gains of QK-norm", [name for name in sorted(gradients) if "qk_gains" in name]),
+    ):
+        if names:
+            others[kind] = torch.cat([gradients[name].float() for name in names])
+    return others

@@ -121,21 +121,22 @@ def prepare_backward_kernel(
             one, two = read_halves(dq_ptr + b * stride_qb + h * stride_qh, i, e, stride_qm, m, D)
         else:
             one, two = read_halves(dk_ptr + b * stride_kb + h * stride_kh, i, e, stride_km, m, D)
-        if gain_ptr is not None:
-            gain = tl.load(gain_ptr).to(tl.float32)
-            one, two = one * gain, two * gain
         if cos_ptr is not None:
             one, two = one * cos + two * sin, two * cos - one * sin
         if qk_eps is not None:
             x, y = read_halves(qkv_ptr + at, i, e, 3 * n, m, D)
-            r = tl.where(i < m, tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + qk_eps), 0.0)
+            r = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + qk_eps)
             if dquery_ptr is not None:
+                inside = tl.where(i < m, r, 0.0)[:, None]  # beyond m, r may be infinite
+                gain = tl.load(gain_ptr).to(tl.float32)
                 terms = (dquery_ptr if part == 0 else dkey_ptr) + e * stride_terms + tl.program_id(0)
-                tl.store(terms, tl.sum(one * x * r[:, None], 0))
-                tl.store(terms + D // 2 * stride_terms, tl.sum(two * y * r[:, None], 0))
+                tl.store(terms, gain * tl.sum(one * x * inside, 0))
+                tl.store(terms + D // 2 * stride_terms, gain * tl.sum(two * y * inside, 0))
             if query_ptr is not None:
                 gain_one, gain_two = read_gain(query_ptr if part == 0 else key_ptr, e, D)
                 one, two = one * gain_one, two * gain_two
             along = ((tl.sum(x * one, 1) + tl.sum(y * two, 1)) * r * r / D)[:, None]
             one, two = (one - along * x) * r[:, None], (two - along * y) * r[:, None]
+        if gain_ptr is not None:
+            one, two = one * tl.load(gain_ptr).to(tl.float32), two * tl.load(gain_ptr).to(tl.float32)
         write_halves(dqkv_ptr + at, one, two, i, e, 3 * n, m, D)

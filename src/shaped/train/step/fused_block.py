@@ -83,7 +83,7 @@ def can_fuse(blocks: Sequence[nn.Module]) -> bool:
     """
     if not all(isinstance(block, ShapedTransformerBlock) and _can_fuse_one(block) for block in blocks):
         return False
-    trained = [id(gain) for block in blocks for gain in block.parameters() if gain.ndim < 2]
+    trained = [id(gain) for block in blocks for _, gain in block.named_parameters(remove_duplicate=False) if gain.ndim < 2]
     return len(set(trained)) == len(trained)
 
 
