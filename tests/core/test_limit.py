@@ -235,6 +235,17 @@ def test_bounds_stop_at_eigenvalues():
     assert torch.allclose(paths.stopped[ever], paths.t[first[ever]])
 
 
+def test_stopped_paths_show_where_they_stopped():
+    """Paths that explode between two steps too: those above `upper` are the stopped ones, as for networks."""
+    layer, V0 = shaped.ShapedAttention(0.35, tau0=0.25), shaped.equicorrelated(4, 0.2)
+    paths = shaped.solve(layer, V0, T=1.5, samples=256, seed=seed(29), upper=1e4, record="last")
+    stopped, largest = paths.stopped.isfinite(), torch.linalg.eigvalsh(paths.V[-1])[:, -1]
+    assert 0.3 < stopped.double().mean() < 0.7
+    assert torch.equal(largest > 1e4, stopped)
+    assert (largest[stopped] < 2e4).double().mean() > 0.9
+    assert torch.linalg.matrix_rank(paths.V[-1]).eq(4).all(), "a path keeps its correlations"
+
+
 def test_same_seed_same_bits_whatever_the_chunk():
     block = shaped.ShapedAttention(0.5) >> shaped.ShapedFeedForward(0.5)
     for m, samples in ((3, 9000), (12, 300)):

@@ -184,7 +184,7 @@ class LogitPerturbation(Term):
         where the drift's second part dominates, 3/2 s where the first does. So it is made longer than the part by that.
 
         The longer the tokens, the shorter the parts, so no number of parts can be too small for a path that comes back. A path ends
-        earlier only above the ceiling, or where it does not come back (`find_lost`): then it leaves the safe part of the float range.
+        earlier only above the ceiling, or where it does not come back (`find_lost`): then it is put above it.
         """
         left = V.new_full((len(V),), h)
         moving, ceiling = torch.arange(len(V), device=V.device), min(self.ceiling, largest_safe(V.dtype))
@@ -197,7 +197,8 @@ class LogitPerturbation(Term):
             length = part * (1.0 + 1.4 * self.rate * part * growth)
             moved = self.stride(here, length[:, None, None], change, normals).V
             lost = (change.find_lost(parts, self.noisiness) | (taken == MOST_PARTS)) & (parts > 1.0)
-            V[moving] = torch.where(lost[:, None, None], explode(here.V), moved)
+            V[moving] = moved
+            V[moving[lost]] = put_above(here.V[lost], ceiling)
             left[moving] -= part
             moving = moving[(parts > 1.0) & ~lost & ~exceeds(moved, ceiling)]
             if not len(moving):
@@ -248,9 +249,12 @@ def centred_covariance(P: Float[Tensor, "m m"], K: Matrix, mode: Float[Tensor, "
     return straight - left * W.mT[..., None, :, :, None] - right * W[..., :, None, None, :] + U[..., :, None, :, None]
 
 
-def explode(V: Float[Tensor, "batch m m"]) -> Float[Tensor, "batch m m"]:
-    """V, so much longer that it has left the safe part of the float range."""
-    return V * (2.0 * largest_safe(V.dtype) / V.diagonal(dim1=-2, dim2=-1).amax(-1))[:, None, None]
+def put_above(V: Float[Tensor, "batch m m"], ceiling: float) -> Float[Tensor, "batch m m"]:
+    """V, so much longer that its largest eigenvalue is a tenth above the ceiling, or, where that is the end of the safe part of the float
+    range, that a token is."""
+    is_bound = ceiling < largest_safe(V.dtype)
+    largest = torch.linalg.eigvalsh(V)[:, -1] if is_bound else V.diagonal(dim1=-2, dim2=-1).amax(-1)
+    return V * (1.1 * ceiling / largest)[:, None, None]
 
 
 def subtract_short(K: Matrix) -> Matrix:
