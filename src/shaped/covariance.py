@@ -280,6 +280,14 @@ def check_floating(x: Tensor, name: str) -> None:
         raise ValueError(f"{name} must hold floating point numbers, got {x.dtype}")
 
 
+def check_symmetric(V: Tensor, name: str) -> None:
+    check_square(V, name)
+    # The tolerance is that of float32 for float64 too: people convert X Xᵀ / n of float32 tokens to float64.
+    skew = (V - V.mT).abs().amax((-2, -1))
+    if (skew > 1e-6 * V.abs().amax((-2, -1))).any():
+        raise ValueError(f"{name} must be symmetric, got entries that differ by {skew.max().item():.3g} across the diagonal")
+
+
 def check_covariance(V: Tensor, name: str = "V0") -> None:
     """Raises a ValueError that names what is wrong with a matrix that should be a covariance."""
     check_square(V, name)
@@ -288,10 +296,7 @@ def check_covariance(V: Tensor, name: str = "V0") -> None:
     if not V.isfinite().all():
         worst = V[~V.isfinite()][0].item()
         raise ValueError(f"{name} must be finite, got an entry {worst}")
-    # The tolerance is that of float32 for float64 too: people convert X Xᵀ / n of float32 tokens to float64.
-    skew = (V - V.mT).abs().amax((-2, -1))
-    if (skew > 1e-6 * V.abs().amax((-2, -1))).any():
-        raise ValueError(f"{name} must be symmetric, got entries that differ by {skew.max().item():.3g} across the diagonal")
+    check_symmetric(V, name)
     least = torch.linalg.eigvalsh(symmetrise(V))[..., 0]
     if (least < -1e-6 * V.diagonal(dim1=-2, dim2=-1).abs().sum(-1)).any():
         raise ValueError(f"{name} must be positive semi-definite, got an eigenvalue {least.min().item():.3g}")

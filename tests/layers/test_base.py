@@ -28,6 +28,15 @@ def test_chains_are_flat_and_made_of_layers_alone():
         shaped.Chain(A, 3)  # pyright: ignore[reportArgumentType] (wrong on purpose)
 
 
+@pytest.mark.parametrize("layer", [A, B, A >> B], ids=["attention", "feed-forward", "chain"])
+def test_half_a_covariance_is_refused(layer: shaped.Layer):
+    """Such as its upper triangle alone: drift and Sigma would be those of no covariance."""
+    half = (EYE + 0.5).triu()
+    for ask in (layer.drift, layer.Sigma, lambda V: layer.noise(V, torch.Generator())):
+        with refused("V must be symmetric", "0.5"):
+            ask(half)
+
+
 def test_a_chain_applies_its_layers_in_order():
     chain, V, X = A >> C, 2.0 * EYE.expand(2, 3, 3), torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     one, other = stream(), stream()

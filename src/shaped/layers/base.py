@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shaped.checks import as_tensor, in_range, keep, quote, whole_number
-from shaped.covariance import Matrix, Point, check_covariance, check_square, factor, gram, product
+from shaped.covariance import Matrix, Point, check_covariance, check_symmetric, factor, gram, product
 from shaped.layers.terms import Dense, Term, merge_terms
 from shaped.randomness import GeneratorNormals, Stream
 
@@ -79,7 +79,7 @@ class Layer(ABC):
     def drift(self, V: Matrix) -> Matrix:
         r"""$b(V)$ of $dV = b(V)\,dt + \Sigma(V)^{1/2}\,dB$, in O(m³) time and O(m²) memory a sample."""
         V = as_tensor("V", V)
-        check_square(V, "V")
+        check_symmetric(V, "V")
         return reduce(add, (term.drift(V) for term in self.terms))
 
     def noise(self, V: Matrix, generator: torch.Generator) -> Matrix:
@@ -94,7 +94,7 @@ class Layer(ABC):
     def Sigma(self, V: Matrix) -> Dense:
         r"""The dense $\Sigma(V)$, [..., p, p] with p = m(m+1)/2, upper triangle row by row. For small m: O(m⁴) memory."""
         V = as_tensor("V", V)
-        check_square(V, "V")
+        check_symmetric(V, "V")
         return reduce(add, (term.Sigma(V) for term in self.terms))
 
     @property
