@@ -312,13 +312,24 @@ def test_the_losses_of_a_result_are_those_of_the_last_step(tiny: Settings):
         assert again.train_loss == pytest.approx(sum(means) / len(means), rel=1e-12)
 
 
-def test_a_run_does_not_go_on_with_other_text(tiny: Settings, tmp_path: Path, text: Path):
-    with pytest.raises(Stopped):
-        pretrain(replace(tiny, minutes=0.0), log=lambda _: None)
-    other = tmp_path / "other"
-    data.prepare([str(text)], other, vocab=80, length=load_data(tiny.data).length, valid_share=0.2, progress=False)
-    with refused("data", "other"):
-        pretrain(replace(tiny, data=other), log=lambda _: None)
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_run_does_not_go_on_with_other_text(is_finished: bool, tiny: Settings, tmp_path: Path, text: Path):
+    """Nor is the result of a finished one given for it. Rows of another length make another model, but it is the text that is wrong."""
+    tiny = replace(tiny, steps=17)
+    result = None
+    if is_finished:
+        result = quiet(tiny)
+    else:
+        with pytest.raises(Stopped):
+            pretrain(replace(tiny, minutes=0.0), log=lambda _: None)
+    for name, length in (("other", load_data(tiny.data).length), ("shorter", 16)):
+        data.prepare([str(text)], tmp_path / name, vocab=80, length=length, valid_share=0.2, progress=False)
+        with refused("data must be what the run", name):
+            pretrain(replace(tiny, data=tmp_path / name), log=lambda _: None)
+    if is_finished:
+        with refused("data must be a folder made by", "text.txt"):
+            pretrain(replace(tiny, data=text), log=lambda _: None)
+        assert pretrain(replace(tiny, data=tmp_path / "gone"), log=lambda _: None) == result
 
 
 def test_a_run_from_before_a_setting_existed_goes_on(tiny: Settings):

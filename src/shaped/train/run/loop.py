@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shaped.files import write_sealed
-from shaped.train.data.prepared import PARTS, load_data
+from shaped.train.data.prepared import PARTS, Data, load_data
 from shaped.train.folder_lock import folder_lock
 from shaped.train.run import checkpoint, diagnostics
 from shaped.train.run.folder import HISTORY, check_files, claim_folder, record_settings, refuse_other_settings, write_settings, write_toml
@@ -48,7 +48,10 @@ def pretrain(settings: Settings, *, log: Log = print, progress: bool = False, st
             claim_folder(settings)
         if done.exists():
             check_files(settings.out)
-            return Result.read(done)
+            result = Result.read(done)
+            if settings.data.exists():  # where it was removed, the run is still finished
+                refuse_other_data(result.data, hash_data(load_data(settings.data)), settings)
+            return result
         with join_processes(settings.device) as (rank, world):
             log = log if rank == 0 else (lambda _: None)
             try:
@@ -57,6 +60,15 @@ def pretrain(settings: Settings, *, log: Log = print, progress: bool = False, st
                 if rank == 0:
                     write_sealed(settings.out / "diverged.json", {"why": str(error), "settings": record_settings(settings)})
                 raise
+
+
+def hash_data(data: Data) -> dict[str, str]:
+    return {part: data.facts[part]["sha256"] for part in PARTS}
+
+
+def refuse_other_data(recorded: dict[str, str], found: dict[str, str], settings: Settings) -> None:
+    if recorded != found:
+        raise ValueError(f"data must be what the run in {settings.out} was trained on so far, got other text in {settings.data}")
 
 
 class Run:
@@ -70,7 +82,7 @@ class Run:
         self.out, self.began = settings.out, time.monotonic()
         self.data = load_data(settings.data)
         self.data.verify(tokenizer=settings.save_model)
-        self.hashes = {part: self.data.facts[part]["sha256"] for part in PARTS}
+        self.hashes = hash_data(self.data)
         self.objective, self.config = load_objective(settings.objective), StepConfig.of(settings, world)
         order: dict[str, Any] = {"batch": settings.batch, "rank": rank, "world": world, "device": self.config.device}
         self.batches = self.objective.batches(self.data, "train", settings, seed=settings.seed, **order)
@@ -251,10 +263,9 @@ class Run:
             return 0, 0
         state, about = found
         refuse_other_settings(Settings.of(tomllib.loads(about["settings"])), self.settings)  # settings.toml may be lost or damaged
+        refuse_other_data(about["data"], self.hashes, self.settings)  # before the model, whose shapes follow the vocabulary and the length
         if about["layout"] != self.stepper.layout() or not self.stepper.fits(state):
             raise ValueError(f"checkpoints must be of this model, got other names or shapes in {self.out}")
-        if about["data"] != self.hashes:
-            raise ValueError(f"data must be what the run in {self.out} was trained on so far, got other text in {self.settings.data}")
         if about["step"] > self.settings.steps or not all(isinstance(loss, int | float) for loss in about["losses"]):
             raise ValueError(f"checkpoints must be of a run of {self.settings.steps} steps, with its losses, got other ones in {self.out}")
         self.stepper.load(state, about["step"])
