@@ -30,6 +30,15 @@ def test_a_bias_that_is_nan_is_not_hidden():
     assert out[:, :, 2].eq(0.0).all()  # a query that may attend to nothing
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_scale_of_zero_leaves_the_identity(causal: bool):
+    """All logits are 0, so softmax and centring cancel. PyTorch's own causal attention is nan there on a CPU."""
+    q, k, v = (torch.randn(1, 2, 5, 8, generator=generator(i)).requires_grad_() for i in range(3))
+    out = shaped_attention(q, k, v, scale=0.0, is_causal=causal, gamma1=0.7)
+    torch.testing.assert_close(out, 0.7 * v)
+    assert all(torch.autograd.grad(out.sum(), x, retain_graph=True)[0].isfinite().all() for x in (q, k, v))
+
+
 def test_a_compiled_decode_loop_takes_any_length_of_the_cache():
     compiled = torch.compile(shaped_attention, fullgraph=True, backend="eager")
     for length in (8, 9, 10):

@@ -86,6 +86,8 @@ def shaped_attention(
     is_shaped = not (_is_zero(gamma1) and _is_zero(gamma2))
     if is_shaped and aligned and attn_mask is None and dropout_p == 0.0 and attention_correction.fits(q, v, gamma1, gamma2):
         return attention_correction.attention(q, k, v, gamma1, gamma2, scale, causal)
+    if scale == 0.0:  # the stock kernel of CPUs would multiply it with the -inf of its causal mask
+        q, scale = 0.0 * q, None
     attended = scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
     )
