@@ -1,4 +1,4 @@
-"""Three plain PyTorch models, each written in another way. They keep their logits and streams, for the check by hand."""
+"""Plain PyTorch models, each written in another way. They keep their logits and streams, for the check by hand."""
 
 from __future__ import annotations
 
@@ -147,4 +147,50 @@ class PaddedShaped(nn.Module):
         for block in self.blocks:
             x = block(x, allowed)
             self.streams.append(x.detach())
+        return x
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def make_feedforward() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+
+
+class PreNormBlock(nn.Module):
+    def __init__(self, attention: nn.Module):
+        super().__init__()
+        self.norm, self.attention, self.feedforward = nn.LayerNorm(WIDTH), attention, make_feedforward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.feedforward(x)
+
+
+class Residual(nn.Module):
+    def __init__(self, branch: nn.Module):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+class Written(nn.Module):
+    """Keeps its stream, for the check by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.streams: list[Tensor] = []
+        self.drop = nn.Dropout(0.5)
+
+    def keep(self, x: Tensor) -> Tensor:
+        self.streams.append(x.detach().clone())
         return x

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from by_hand import check_tokens
-from plain_models import WIDTH
+from plain_models import WIDTH, Fused, PreNormBlock, Residual, Written, make_feedforward
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import shaped
 from shaped.diagnosis import observe
@@ -38,47 +37,10 @@ class Heads(nn.Module):
         return self.out(torch.cat([head(one) for head, one in zip(self.heads, given, strict=True)], -1))
 
 
-class Block(nn.Module):
-    def __init__(self, attention: nn.Module):
-        super().__init__()
-        self.norm, self.attention, self.feedforward = nn.LayerNorm(WIDTH), attention, make_feedforward()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        return x + self.feedforward(x)
-
-
-class Fused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-def make_feedforward() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
-
-
-class Written(nn.Module):
-    """Keeps its stream, for the check by hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.streams: list[Tensor] = []
-        self.drop = nn.Dropout(0.5)
-
-    def keep(self, x: Tensor) -> Tensor:
-        self.streams.append(x.detach().clone())
-        return x
-
-
 class Blocks(Written):
     def __init__(self, make: Callable[[], nn.Module]):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(make()) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(PreNormBlock(make()) for _ in range(DEPTH))
 
     def forward(self, x: Tensor) -> Tensor:
         self.keep(x)
@@ -125,15 +87,6 @@ class Zipped(Written):
         return x[:, 0]
 
 
-class Residual(nn.Module):
-    def __init__(self, branch: nn.Module):
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x)
-
-
 class Pairs(Written):
     """Lists that are never called. What follows the last one does not have the stream."""
 
@@ -156,7 +109,7 @@ class Again(Written):
 
     def __init__(self):
         super().__init__()
-        self.layer = Block(Fused())
+        self.layer = PreNormBlock(Fused())
 
     def forward(self, x: Tensor) -> Tensor:
         self.keep(x)

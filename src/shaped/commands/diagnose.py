@@ -72,6 +72,8 @@ def diagnose(
         lines.say(describe_verdicts(found))
         if found.remark:
             lines.say(found.remark)
+        if found.unseen:
+            lines.say(found.unseen)
         for table in make_tables(found):
             lines.say(draw_table(table, whole=True).rstrip("\n"))
         lines.say(f"↑ ↓: above or below the band at initialisation, {found.bands.source}")

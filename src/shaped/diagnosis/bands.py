@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shaped.diagnosis.curves import Curves, list_curves
 from shaped.diagnosis.memory import find_lack_of_copies
 from shaped.diagnosis.observation import Observation, find_device, observe
+from shaped.diagnosis.one_pass.flow import iterate_values
 from shaped.diagnosis.one_pass.losses import Loss
-from shaped.diagnosis.one_pass.stack import iterate_values
 from shaped.diagnosis.reinitialised import describe_drawing, draw_weights, make_fresh_copy
 from shaped.nn.compiled import unwrap
 

@@ -18,7 +18,7 @@ from shaped.diagnosis.one_pass.attention_calls import expose_to_modes
 from shaped.diagnosis.one_pass.layer_calls import LayerRecorder
 from shaped.diagnosis.one_pass.losses import Loss, choose_loss
 from shaped.diagnosis.one_pass.quantities import AttentionQuantities, TokenQuantities
-from shaped.diagnosis.one_pass.stack import Part, choose_layers
+from shaped.diagnosis.one_pass.stack import Part, choose_layers, has_stream
 from shaped.diagnosis.one_pass.unchanged import keep_unchanged
 from shaped.nn.compiled import unwrap
 from shaped.nn.diagnostics import measure_length
@@ -47,6 +47,8 @@ class StackObservation:
     entering: TokenQuantities
     """Of the residual stream before the first layer."""
     layers: tuple[LayerObservation, ...]
+    unseen: str = ""
+    """What is not known of its residual stream, in words; empty if it was seen everywhere."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,23 @@ def make_stacks(model: nn.Module, stacks: Mapping[str, list[Part]], matrices: Ma
     """`matrices`: gradients of the weight matrices by name, or the norms of these gradients."""
     matrices = add_other_names(model, matrices)
     return tuple(
-        StackObservation(name, parts[0].entering, tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)))
+        StackObservation(
+            name,
+            parts[0].entering,
+            tuple(make_layer(*labelled, matrices) for labelled in label_parts(parts)),
+            describe_unseen(name or "the model", parts),
+        )
         for name, parts in stacks.items()
     )
+
+
+def describe_unseen(name: str, parts: list[Part]) -> str:
+    empty = [label for part, label in label_parts(parts) if not part.leaving.tokens]
+    if empty:
+        return f"the residual stream behind {empty[0]} was not seen" + (f", nor behind {len(empty) - 1} more" if len(empty) > 1 else "")
+    if not has_stream(parts):
+        return f"no residual sum was seen in {name}: its numbers are of what the layers take and return"
+    return ""
 
 
 def add_other_names(model: nn.Module, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:

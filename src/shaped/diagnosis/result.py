@@ -51,6 +51,11 @@ class Diagnosis:
         return f"no threshold that counts is reached, but several are near, and the odds add up (1 at a threshold): {nearest}"
 
     @property
+    def unseen(self) -> str:
+        """Where the residual stream was not found, in words; empty if it was found everywhere."""
+        return "; ".join(stack.unseen for stack in self.observation.stacks if stack.unseen)
+
+    @property
     def layers(self) -> list[dict[str, Any]]:
         """One row a layer: what leaves it, its curves' values, entropies and largest logit of each head, the gradient of each matrix."""
         rows = []
@@ -77,6 +82,7 @@ class Diagnosis:
             stack.name: {
                 "curves": list_curves(stack),
                 "bands": {name: asdict(band) for name, band in self.bands.stacks.get(stack.name, {}).items()},
+                "unseen": stack.unseen,
             }
             for stack in self.observation.stacks
         }
@@ -109,4 +115,5 @@ class Diagnosis:
         count = sum(len(stack.layers) for stack in self.observation.stacks)
         without = "several thresholds are near" if self.remark else "no risk found"
         names = ", ".join(finding.name for finding in self.verdicts) or without
+        names += f"; {self.unseen}" if self.unseen else ""
         return f"Diagnosis({self.info.get('model', 'model')}, {count} layers, risk {self.risk:.2f}: {names})"

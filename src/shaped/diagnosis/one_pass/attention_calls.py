@@ -10,22 +10,18 @@ import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
+from shaped.diagnosis.one_pass.flow import Flow, iterate_floats
 from shaped.diagnosis.one_pass.quantities import bound_logits
 from shaped.nn.attention import MASKED, shaped_attention
 from shaped.nn.diagnostics import at_least_single, iterate_logits
 
-PRODUCTS = {
-    *(torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.baddbmm),
-    *(Tensor.__matmul__, Tensor.__rmatmul__),
-}
 SOFTMAXES = {torch.softmax, torch.special.softmax, Tensor.softmax, F.softmax}
 ACTIVATIONS = {
     *(F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu),
@@ -34,68 +30,48 @@ ACTIVATIONS = {
 """Functions of one tensor that act on each entry alone."""
 PARTS_OF_ACTIVATIONS = {torch.tanh, Tensor.tanh, F.tanh, torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.erf, Tensor.erf}
 """Within a module without parameters these say that the module is an activation function, such as GPT-2's GELU."""
-SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
-SCALINGS = {F.dropout, torch.dropout, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.div, torch.div}
-"""A residual branch may be multiplied by a number or by gains before it is added."""
 ENTRIES = 2**20
 """Logits that are computed at a time."""
 
 Logits = Callable[[], Iterator[tuple[slice, Tensor]]]
 
 
-class Scores:
-    """Products of two activations, and what was computed from them entry by entry: a softmax of these is attention."""
+def is_attention(scores: Flow, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> bool:
+    """Is a softmax with these arguments one of a query's products with all keys?"""
+    return dim is not None and dim % input.ndim == input.ndim - 1 and scores.find(input).is_score
 
-    def __init__(self) -> None:
-        self._tensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Marks products of two activations, and results of the same size that come from them. Weights have two dimensions at most."""
-        if not isinstance(result, Tensor) or result.ndim < 3:
-            return
-        given = [x for argument in args for x in (argument if isinstance(argument, list | tuple) else (argument,)) if isinstance(x, Tensor)]
-        if func in PRODUCTS:
-            if sum(x.ndim >= 3 and not isinstance(x, torch.nn.Parameter) for x in given[-2:]) == 2:
-                self._tensors[result] = True
-        elif any(x in self._tensors and x.numel() <= result.numel() for x in given):
-            self._tensors[result] = True
+class Observer(Protocol):
+    """What a `CallWatcher` reports to."""
 
-    def are_softened(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> bool:
-        """Is a softmax with these arguments attention?"""
-        return input in self._tensors and dim is not None and dim % input.ndim == input.ndim - 1
+    flow: Flow
+    sequences: int | None
+    """How many of the batch the reported logits are of; all by default. Shape and mask are of the whole batch."""
+
+    def see_attention(self, mask: Tensor | None, logits: Logits, shape: tuple[int, ...], bound: float) -> None:
+        """After it, with the mask if one was given, the softmax's inputs, some queries at a time, their shape, (batch, heads, Q, K), and
+        what they cannot pass, infinity where nothing bounds them."""
+
+    def see_activation(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        """Before it, with its input."""
+
+    def see_part_of_activation(self) -> None: ...
+
+    def count_sequences(self, first: int, Q: int) -> int:
+        """The batch size of logits [batch · heads, Q, K]."""
+        ...
+
+    def arrange_logits(self, s: Tensor) -> Tensor:
+        """Inputs of a softmax, of four dimensions, in the order [batch, heads, Q, K]."""
+        ...
 
 
 class CallWatcher(TorchFunctionMode):
-    """Reports attention and activation calls while it is active.
+    """Reports attention and activation calls while it is active."""
 
-    Args:
-        on_attention: called after the attention with the mask if one was given, the softmax's inputs, some queries at a time, their
-            shape, (batch, heads, Q, K), and what they cannot pass, infinity where nothing bounds them.
-        on_activation: called with the function and its input, before the activation.
-        on_part: called where a function of PARTS_OF_ACTIVATIONS is.
-        on_sum: called with two summands and their sum.
-        on_scaling: called with the arguments of a function of SCALINGS and its result.
-        sequences: tells the batch size of logits [batch · heads, Q, K] from Q.
-        arrange: brings the inputs of a softmax, of four dimensions, into the order [batch, heads, Q, K].
-        first: how many sequences of the batch the logits are of; all by default. The reported shape and mask are of the whole batch.
-    """
-
-    def __init__(
-        self,
-        on_attention: Callable[[Tensor | None, Logits, tuple[int, ...], float], None],
-        on_activation: Callable[[Callable[[Tensor], Tensor], Tensor], None],
-        on_part: Callable[[], None],
-        on_sum: Callable[[Any, Any, Any], None],
-        on_scaling: Callable[[Any, Any], None],
-        sequences: Callable[[int, int], int],
-        arrange: Callable[[Tensor], Tensor],
-        first: int | None = None,
-    ):
+    def __init__(self, observer: Observer):
         super().__init__()
-        self.on_attention, self.on_activation, self.on_part = on_attention, on_activation, on_part
-        self.on_sum, self.on_scaling = on_sum, on_scaling
-        self.sequences, self.arrange, self.first = sequences, arrange, first
-        self._scores = Scores()
+        self.observer, self.flow, self.first = observer, observer.flow, observer.sequences
         self._paused = False
 
     @contextmanager
@@ -114,33 +90,31 @@ class CallWatcher(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:  # within this method the mode is off
                 return SEEN_MULTI_HEAD_ATTENTION(*args, **kwargs)
-        if func is F.scaled_dot_product_attention or func is shaped_attention:
+        given = list(iterate_floats((args, kwargs)))
+        is_fused = func is F.scaled_dot_product_attention or func is shaped_attention
+        if is_fused or (func in SOFTMAXES and is_attention(self.flow, *args, **kwargs)):
             result = func(*args, **kwargs)
-            self._report_fused(func, *args, **kwargs)
-            return result
-        if func in SOFTMAXES:
-            result = func(*args, **kwargs)
-            if self._scores.are_softened(*args, **kwargs):
+            self.flow.see_attention(func, given, result)
+            if is_fused:
+                self._report_fused(func, *args, **kwargs)
+            else:
                 self._report_softmax(*args, **kwargs)
             return result
         if func in ACTIVATIONS:
             rest = {name: value for name, value in kwargs.items() if name != "input"}
-            self.on_activation(lambda x: func(x, *args[1:], **rest), args[0] if args else kwargs["input"])
+            self.observer.see_activation(lambda x: func(x, *args[1:], **rest), args[0] if args else kwargs["input"])
         elif func in PARTS_OF_ACTIVATIONS:
-            self.on_part()
+            self.observer.see_part_of_activation()
+        self.flow.see_inputs(given)
         result = func(*args, **kwargs)
-        self._scores.follow(func, (*args, *kwargs.values()), result)
-        if func in SUMS and len(args) == 2:
-            self.on_sum(*args, result)
-        elif func in SCALINGS:
-            self.on_scaling(args, result)
+        self.flow.see_result(func, given, result)
         return result
 
     def _report_softmax(self, input: Tensor, *_: Any, **__: Any) -> None:
         check_size(input.shape)
-        s = self.arrange(input.detach()) if input.ndim == 4 else input.detach()
+        s = self.observer.arrange_logits(input.detach()) if input.ndim == 4 else input.detach()
         Q, K = s.shape[-2:]
-        batch = self.sequences(s.shape[0], Q) if s.ndim == 3 else 1
+        batch = self.observer.count_sequences(s.shape[0], Q) if s.ndim == 3 else 1
         s = s.unflatten(0, (batch, -1)) if s.ndim == 3 else s.flatten(0, -4)
 
         def logits() -> Iterator[tuple[slice, Tensor]]:
@@ -151,7 +125,7 @@ class CallWatcher(TorchFunctionMode):
                 yield rows, some[..., rows, :]
 
         seen = ~(s.amax((1, 2)) <= MASKED)[:, None, None]  # keys that some query may attend to; nan is not masked
-        self.on_attention(seen, logits, (*s.shape[:2], Q, K), math.inf)
+        self.observer.see_attention(seen, logits, (*s.shape[:2], Q, K), math.inf)
 
     def _report_fused(
         self,
@@ -171,7 +145,7 @@ class CallWatcher(TorchFunctionMode):
         check_size((*query.shape[:-1], K))
         if func is not shaped_attention and is_causal:
             positions = torch.arange(Q, device=query.device)  # in PyTorch's mask query 0 is at key 0, also where Q and K differ
-        single_head = query.ndim == 3 and self.sequences(query.shape[0], Q) == query.shape[0]
+        single_head = query.ndim == 3 and self.observer.count_sequences(query.shape[0], Q) == query.shape[0]
         q, k = (bring_to_four_dimensions(x.detach(), single_head) for x in (query, key))
         mask = attn_mask
         if mask is not None:
@@ -191,7 +165,7 @@ class CallWatcher(TorchFunctionMode):
         some = None if mask is None or not mask.is_floating_point() else mask[: self.first]
         has_bias = some is not None and bool(((some != 0.0) & some.isfinite()).any())
         bound = math.inf if has_bias else bound_logits(q[: self.first], k[: self.first], scale)
-        self.on_attention(mask, logits, (*q.shape[:2], Q, K), bound)
+        self.observer.see_attention(mask, logits, (*q.shape[:2], Q, K), bound)
 
 
 def bring_to_four_dimensions(x: Tensor, single_head: bool) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shaped.diagnosis.one_pass.stack import iterate_values
+from shaped.diagnosis.one_pass.flow import iterate_values
 
 Loss = Callable[[Any, Any], Tensor]
 """From the model's output and the batch to one number."""

@@ -6,11 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from statistics import mode
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from shaped.diagnosis.one_pass.flow import Call, iterate_floats
 from shaped.diagnosis.one_pass.quantities import NO_TOKENS, AttentionQuantities, DeadUnits, TokenQuantities
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -20,7 +21,7 @@ class Row:
     """The class of parts that are no module: the items with one number of several lists (`find_rows`)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Part:
     """One visit to a part of the model: a module's call, or the calls within an item of a list that is itself never called."""
 
@@ -34,25 +35,15 @@ class Part:
     """Of lists that are run through together (`find_rows`): the items that began."""
     frame: int = 0
     """How many modules were running when it began."""
-    is_beside: bool = False
-    """Is it given the same tensors as its sibling before, as heads are that are modules of a list?"""
     inputs: tuple[Tensor, ...] = ()
     """What may be the residual stream that enters: kept until the part ends, up to the first one of a list that attends."""
-    shapes: frozenset[torch.Size] = frozenset()
-    """Of the inputs."""
-    last: Tensor | None = None
-    """What its caller has computed last, in the shape of an input: the stream, where nothing later shows it. Until the part ends."""
     entering: TokenQuantities = NO_TOKENS
     leaving: TokenQuantities = NO_TOKENS
-    summand: TokenQuantities = NO_TOKENS
-    summed: TokenQuantities = NO_TOKENS
-    """If its caller adds what it returns to something: the sum, and where `entering` is known, what it was added to."""
-    is_passed_on: bool = False
-    """Does what it returns enter its sibling as it is? Then it is the stream, and no branch, whatever else it is added to."""
+    sums: int = 0
+    """How many residual sums its attention had met when it ended."""
     attention: dict[str, AttentionQuantities] = field(default_factory=dict)
     """By the name of the module that attends, within this part."""
-    calls: set[int] = field(default_factory=set)
-    """Numbers of the attention calls."""
+    calls: list[Call] = field(default_factory=list)
     activations: list[DeadUnits] = field(default_factory=list)
 
     @property
@@ -122,27 +113,22 @@ def choose_layers(parts: Iterable[Part]) -> dict[str, list[Part]]:
 
     Around an attention there may be several repeated parts, as in Swin, T5 or a list of lists. The layer is the one that is repeated most
     often; among those, the outermost. Attributes count only where nothing with attention is in a list, and then only if repeated.
-    Heads that are modules of a list are repeated most often of all, but run beside each other: they are no layers.
+    Heads that are modules of a list are repeated most often of all, but attend to the same stream: they are no layers.
     A model without such parts is one layer: its root.
     """
     attending = [part for part in parts if part.calls and (part.kind is not Row or len(part.items) > 1)]
-    visits, beside = (Counter(part.pattern for part in attending if part.is_beside or every) for every in (True, False))
-    attending = [part for part in attending if not part.name or 2 * beside[part.pattern] < visits[part.pattern]]
+    visits = Counter(part.pattern for part in attending)
+    streams = Counter(pattern for pattern, *_ in {(part.pattern, *(part.calls[0].streams or [part])) for part in attending})
+    attending = [part for part in attending if not part.name or 2 * streams[part.pattern] > visits[part.pattern]]
     items = [part for part in attending if part.in_list]
     counts = Counter(part.pattern for part in items or attending)
     if not items:
         items = [part for part in attending if counts[part.pattern] > 1] or [part for part in attending if not part.name]
-    chosen: dict[int, Part] = {}
-    for part in items:
-        for call in part.calls:
-            other = chosen.get(call)
-            # Parts end from the inside to the outside, so of two that are repeated equally often the later one is the outer one.
-            if other is None or counts[part.pattern] >= counts[other.pattern]:
-                chosen[call] = part
-    kept = {id(part) for part in chosen.values()}
+    # Parts end from the inside to the outside, so of two that are repeated equally often the later one is the outer one.
+    chosen = {call: part for part in sorted(items, key=lambda part: counts[part.pattern]) for call in part.calls}
     stacks: dict[tuple[str, type], list[Part]] = {}
     for part in items:
-        if id(part) in kept:
+        if part in chosen.values():
             stacks.setdefault(part.pattern, []).append(part)
     for layers in stacks.values():
         follow_stream(layers)
@@ -150,11 +136,26 @@ def choose_layers(parts: Iterable[Part]) -> dict[str, list[Part]]:
 
 
 def follow_stream(layers: list[Part]) -> None:
-    """Where the layers are branches, x + layer(x), what is behind them is the sum."""
-    if all(part.summed.tokens for part in layers) and not any(part.is_passed_on for part in layers):
-        layers[0].entering = layers[0].summand if layers[0].summand.tokens else layers[0].entering
-        for part in layers:
-            part.leaving = part.summed
+    """The stream behind a layer is what it returns, or where its residual sum is outside of it, what the next attention is added to.
+
+    Behind the last layer that is what is made at the same site.
+    """
+    if not has_stream(layers):  # all that is known is what enters and leaves the layers
+        return
+    level = min(len(part.calls[0].streams) for part in layers)
+    streams = [part.calls[0].streams[level - 1] for part in layers]
+    sites = [node.site for node in streams[1:]] or [call.streams[0].site for call in layers[0].calls[1:] if call.streams]
+    layers[0].entering = streams[0].tokens
+    for part, before, after in zip(layers, streams, [*streams[1:], None], strict=True):
+        if part.sums < level or not part.leaving.tokens:
+            last = part.calls[-1]
+            if after is None or not last.is_in(after.past) or after.shape != before.shape:
+                after = last.after.get(mode(sites)) if sites else None
+            part.leaving = after.tokens if after else NO_TOKENS
+
+
+def has_stream(layers: list[Part]) -> bool:
+    return all(part.calls[0].streams for part in layers)
 
 
 def name_stacks(stacks: Mapping[tuple[str, type], list[Part]]) -> dict[str, list[Part]]:
@@ -163,35 +164,20 @@ def name_stacks(stacks: Mapping[tuple[str, type], list[Part]]) -> dict[str, list
     return {place if places[place] == 1 else f"{place} ({kind.__name__})": layers for (place, kind), layers in stacks.items()}
 
 
-def find_tokens(given: Any) -> Tensor | None:
-    """The first floating-point tensor with tokens and features among arguments or outputs, as [batch, m, n] or [m, batch, n]."""
-    return next(list_tokens(given), None)
+def list_tokens(given: Any) -> tuple[Tensor, ...]:
+    """What may be tokens among arguments or outputs: a mask that is added to logits, or the angles of positions, may come before them."""
+    return tuple(arrange_tokens(x) for x in iterate_floats(given) if x.ndim >= 2)
 
 
-def list_tokens(given: Any) -> Iterator[Tensor]:
-    """All of them: a mask that is added to logits, or the angles of positions, may come before the tokens."""
-    for x in map(Tensor.detach, iterate_features(given)):
-        yield x[None] if x.ndim == 2 else x.flatten(1, -2)
-
-
-def iterate_features(given: Any) -> Iterator[Tensor]:
-    """Floating-point tensors with at least two dimensions, as they were given."""
-    for value in iterate_values(given):
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2:
-            yield value
+def arrange_tokens(x: Tensor, tokens: int = 0) -> Tensor:
+    """[batch, m, n] or [m, batch, n]. Features are the last dimension, unless only another one leaves as many tokens as there are queries,
+    as in images, [batch, n, height, width]."""
+    x, n = x.detach(), x.numel() // tokens if tokens else x.shape[-1]
+    if x.ndim > 2 and x.shape[-1] != n and x.shape[1:].count(n) == 1:
+        x = x.movedim(1 + x.shape[1:].index(n), -1)
+    return x[None] if x.ndim == 2 else x.flatten(1, -2)
 
 
 def choose_entering(inputs: tuple[Tensor, ...], leaving: Tensor | None) -> Tensor:
     """A residual stream enters in the shape in which it leaves; where nothing does, as in a layer that merges tokens, the first input."""
     return next((x for x in inputs if leaving is not None and x.shape == leaving.shape), inputs[0])
-
-
-def iterate_values(given: Any) -> Iterator[Any]:
-    """Leaves of tuples, lists and mappings, in order."""
-    if isinstance(given, Mapping):
-        given = tuple(given.values())
-    if isinstance(given, list | tuple):
-        for value in given:
-            yield from iterate_values(value)
-    else:
-        yield given

@@ -100,9 +100,11 @@ def render_stack(stack: str, content: dict[str, Any]) -> str:
         elif name == "gradient" and any(value is not None for row in layers for value in row["gradients"].values()):
             charts.append(draw_gradients("Gradient of each matrix", "norm, logarithmic.", layers))
     columns = ["layer", "name", *(title for title, _, _ in CURVES.values())]
+    unseen = content["stacks"][stack]["unseen"]
     rows = [[row["layer"], row["name"], *(format_cell(name, row[name]) for name in CURVES)] for row in layers]
     return (
         f"<h2>{to_html(f'Layers: {stack}' if stack else 'Layers')}</h2>\n"
+        f"{f'<p>{to_html(unseen)}.</p>' if unseen else ''}"
         f'<p class="soft">Shaded: the range at initialisation; dashed: its mean ({to_html(content["bands_source"])}). '
         "Dashed across: a threshold. Layers of a verdict are marked. Point at a place to see its number.</p>\n"
         f'<div class="charts">{"".join(charts)}</div>\n<h3>Numbers</h3>\n'

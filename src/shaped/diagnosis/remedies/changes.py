@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shaped.diagnosis.one_pass.attention_calls import SEEN_MULTI_HEAD_ATTENTION, SOFTMAXES, Scores
+from shaped.diagnosis.one_pass.attention_calls import SEEN_MULTI_HEAD_ATTENTION, SOFTMAXES, is_attention
+from shaped.diagnosis.one_pass.flow import Flow, iterate_floats
 from shaped.nn.attention import MASKED, shaped_attention
 from shaped.nn.functional import rms_norm
 
@@ -44,16 +45,16 @@ class AttentionChange(CallChange):
 
     def __init__(self) -> None:
         super().__init__()
-        self._scores = Scores()
+        self._flow = Flow()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention or func is shaped_attention:
             result = self.attend(func, *args, **kwargs)
-        elif func in SOFTMAXES and self._scores.are_softened(*args, **kwargs):
+        elif func in SOFTMAXES and is_attention(self._flow, *args, **kwargs):
             result = self.soften(func, *args, **kwargs)
         else:
             result = func(*args, **kwargs)
-            self._scores.follow(func, (*args, *kwargs.values()), result)
+            self._flow.see_result(func, list(iterate_floats((args, kwargs))), result)
         return result
 
     @abstractmethod
