@@ -326,6 +326,21 @@ def test_where_the_stream_is_not_known_it_is_told():
     assert f"<p>{stack.unseen}.</p>" in render_page(found.to_json())
 
 
+def test_the_last_stream_is_not_guessed_where_layers_differ():
+    """The second sum has another place in the code of its module, where the first layer and the last one have one number a feature."""
+    torch.manual_seed(90)
+
+    def step(model: Looped, layer: nn.Module, x: Tensor, first: Tensor) -> Tensor:
+        y = layer(x)
+        return x + y if layer is model.layers[1] else x + y * y.mean((0, 1)).tanh()
+
+    model = Looped(Fused, step)
+    (stack,) = observe(model, torch.randn(2, 5, WIDTH, generator=generator(91))).stacks
+    assert stack.unseen == "the residual stream behind layers.2 was not seen"
+    for one, stream in zip((stack.entering, *(layer.tokens for layer in stack.layers[:-1])), model.streams, strict=False):
+        check_tokens(one, stream)
+
+
 def test_without_residual_sums_the_numbers_are_of_what_layers_take_and_return():
     torch.manual_seed(87)
     x = torch.randn(2, 5, WIDTH, generator=generator(88))

@@ -75,7 +75,7 @@ class Call:
     streams: list[Node] = field(default_factory=list)
     """What its result meets, the stream before it. Several where residual sums are nested, from the inside to the outside."""
     after: dict[Site | None, Node] = field(default_factory=dict)
-    """What is made before the next call, at sites where other calls met the stream."""
+    """What is made before the next call, at sites and in shapes in which other calls met the stream."""
 
     def is_in(self, past: int) -> bool:
         return bool(past >> self.number & 1)
@@ -92,7 +92,7 @@ class Flow:
         self._nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._count = 0
         self._made: Counter[str] = Counter()
-        self._sites: set[Site] = set()
+        self._sites: dict[Site, torch.Size] = {}
 
     def find(self, x: Tensor) -> Node:
         """Its node; a new one without sources if nothing is known of it, as of the model's inputs."""
@@ -116,7 +116,7 @@ class Flow:
     def see_inputs(self, given: list[Tensor]) -> None:
         """Before a call, which may change them."""
         for a, b in permutations(map(self.find, given), 2) if len(given) > 1 else ():
-            if a.past != b.past and not a.past & ~b.past and a.shape == b.shape:
+            if a.past != b.past and not a.past & ~b.past and a.shape == b.shape and len(a.shape) > 1:
                 self._meet(a, b)
 
     def see_result(self, func: Any, given: list[Tensor], result: Any) -> None:
@@ -127,7 +127,7 @@ class Flow:
             self._made[self.running] += 1
             node.site = self.running, self._made[self.running]
             node.is_score = is_product(func, given) or any(source.is_score and source.shape.numel() <= x.numel() for source in sources)
-            if node.site in self._sites:
+            if self._sites.get(node.site) == x.shape:
                 self.calls[-1].after[node.site] = self.measure(node, self.calls[-1])
 
     def see_attention(self, func: Any, given: list[Tensor], result: Tensor) -> None:
@@ -158,7 +158,7 @@ class Flow:
             if first or (inner is not None and a.past == inner.past and a in inner.trace_back(a)):
                 call.streams.append(self.measure(a, call, multiple=older))
                 if a.past and a.site:
-                    self._sites.add(a.site)
+                    self._sites[a.site] = a.shape
 
 
 def is_product(func: Any, given: list[Tensor]) -> bool:

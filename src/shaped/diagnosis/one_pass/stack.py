@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import mode
 from typing import Any
 
 from torch import Tensor, nn
@@ -138,19 +137,20 @@ def choose_layers(parts: Iterable[Part]) -> dict[str, list[Part]]:
 def follow_stream(layers: list[Part]) -> None:
     """The stream behind a layer is what it returns, or where its residual sum is outside of it, what the next attention is added to.
 
-    Behind the last layer that is what is made at the same site.
+    Behind the last layer that is what is made at the same site, if the others have one in common.
     """
     if not has_stream(layers):  # all that is known is what enters and leaves the layers
         return
     level = min(len(part.calls[0].streams) for part in layers)
     streams = [part.calls[0].streams[level - 1] for part in layers]
-    sites = [node.site for node in streams[1:]] or [call.streams[0].site for call in layers[0].calls[1:] if call.streams]
+    pairs = zip(layers, streams, streams[1:], strict=False)
+    nexts = [after if part.calls[-1].is_in(after.past) and after.shape == before.shape else None for part, before, after in pairs]
+    sites = {node.site for node in nexts if node} or {call.streams[0].site for call in layers[0].calls[1:] if call.streams}
+    site = sites.pop() if len(sites) == 1 else None
     layers[0].entering = streams[0].tokens
-    for part, before, after in zip(layers, streams, [*streams[1:], None], strict=True):
+    for part, after in zip(layers, [*nexts, None], strict=True):
         if part.sums < level or not part.leaving.tokens:
-            last = part.calls[-1]
-            if after is None or not last.is_in(after.past) or after.shape != before.shape:
-                after = last.after.get(mode(sites)) if sites else None
+            after = after or part.calls[-1].after.get(site)
             part.leaving = after.tokens if after else NO_TOKENS
 
 
