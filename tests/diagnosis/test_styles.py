@@ -356,3 +356,21 @@ def test_a_softmax_of_slices_is_refused():
     """They may be of heads or of sequences."""
     with refused("model must have attention", "in which none was seen"):
         observe(Looped(InSlices), torch.randn(2, 5, WIDTH, generator=generator(89)))
+
+
+class Pooled(nn.Module):
+    """Layers that are lists within a module, and attention of the model's own behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Looped(lambda: nn.ModuleList([Fused(), make_feedforward()]), lambda model, pair, x, first: x + pair[1](pair[0](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)[:, None]
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_behind_the_layers_is_not_of_the_last_one():
+    torch.manual_seed(92)
+    found = [len(layer.attention) for layer in observe(Pooled(), torch.randn(2, 5, WIDTH, generator=generator(93))).stacks[0].layers]
+    assert found == [1, 1, 1]
