@@ -29,11 +29,14 @@ class Looped(Written):
         nn.init.ones_(self.norm.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.run(x).mean(1)
+
+    def run(self, x: Tensor) -> Tensor:
         first = x
         self.keep(x)
         for layer in self.layers:
             x = self.keep(self.step(self, layer, x, first) if self.step else layer(x))
-        return x.mean(1)
+        return x
 
 
 STEPS: dict[str, Callable[..., Tensor]] = {
@@ -45,8 +48,13 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "a difference": lambda model, layer, x, first: x - layer(x),
     "transposed for the layer": lambda model, layer, x, first: x + layer(x.transpose(0, 1)).transpose(0, 1),
     "a sum in place": lambda model, layer, x, first: x.clone().add_(layer(x)),
+    "the normed stream again": lambda model, layer, x, first: add(x, layer(h := model.norm(x)), h),
     "a sum into a buffer": lambda model, layer, x, first: write(torch.zeros_like(x), x + layer(x)),
 }
+
+
+def add(x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    return x + y + h
 
 
 def write(buffer: Tensor, x: Tensor) -> Tensor:
@@ -258,6 +266,13 @@ class HiddenOutput(nn.Module):
         return Hidden.apply(self.attention(x))
 
 
+class LongSkip(Looped):
+    """Adds its input again at the end, as networks for images do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.run(x)
+
+
 def call_tuple(index: int) -> Callable[..., Tensor]:
     return lambda model, layer, x, first: layer(x)[index]
 
@@ -274,6 +289,7 @@ MODELS: dict[str, Callable[[], Written]] = {
     "tokens before sequences": lambda: Looped(lambda: PreNormBlock(TokensFirst())),
     "attention before tokens": lambda: Looped(Weights, call_tuple(1)),
     "functions": Functional,
+    "a long skip": lambda: LongSkip(lambda: PreNormBlock(Fused())),
     "low rank": lambda: Looped(lambda: PreNormBlock(LowRank())),
     "a function that PyTorch does not show": lambda: Looped(lambda: Residual(HiddenOutput())),
 }
@@ -320,7 +336,7 @@ def test_where_the_stream_is_not_known_it_is_told():
     (stack,) = found.observation.stacks
     for one, stream in zip((stack.entering, *(layer.tokens for layer in stack.layers[:-1])), model.streams, strict=False):
         check_tokens(one, stream)
-    assert stack.unseen == "the residual stream behind layers.2 was not seen"
+    assert stack.unseen == "the residual stream was not seen behind layers.2"
     assert stack.unseen in repr(found)
     assert (found.layers[-1]["correlation"], stack.layers[-1].tokens.tokens) == (pytest.approx(float("nan"), nan_ok=True), 0)
     assert f"<p>{stack.unseen}.</p>" in render_page(found.to_json())
@@ -336,16 +352,33 @@ def test_the_last_stream_is_not_guessed_where_layers_differ():
 
     model = Looped(Fused, step)
     (stack,) = observe(model, torch.randn(2, 5, WIDTH, generator=generator(91))).stacks
-    assert stack.unseen == "the residual stream behind layers.2 was not seen"
+    assert stack.unseen == "the residual stream was not seen behind layers.2"
     for one, stream in zip((stack.entering, *(layer.tokens for layer in stack.layers[:-1])), model.streams, strict=False):
         check_tokens(one, stream)
+
+
+def test_a_stream_that_is_gone_is_told():
+    """Only its multiple is left when the sum is computed: that has another length."""
+    torch.manual_seed(94)
+
+    class Doubled(Looped):
+        def run(self, x: Tensor) -> Tensor:
+            x = x + 1.0
+            for layer in self.layers:
+                y = layer(x.tanh())
+                x = 2.0 * x
+                x = x + y
+            return x
+
+    (stack,) = observe(Doubled(Fused), torch.randn(2, 5, WIDTH, generator=generator(95))).stacks
+    assert stack.unseen == "the residual stream was not seen before layers.0, behind layers.0"
 
 
 def test_without_residual_sums_the_numbers_are_of_what_layers_take_and_return():
     torch.manual_seed(87)
     x = torch.randn(2, 5, WIDTH, generator=generator(88))
     streams = x[:, :, None] + torch.arange(3.0)[:, None]
-    for model, given in ((Looped(Fused), x), (Looped(Streams), streams)):
+    for model, given in ((Looped(Fused), x), (LongSkip(Fused), x), (Looped(Streams), streams)):
         (stack,) = observe(model, given).stacks
         assert stack.unseen == "no residual sum was seen in layers: its numbers are of what the layers take and return"
         for one, stream in zip((stack.entering, *(layer.tokens for layer in stack.layers)), model.streams, strict=True):

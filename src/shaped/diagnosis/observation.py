@@ -172,9 +172,13 @@ def make_stacks(model: nn.Module, stacks: Mapping[str, list[Part]], matrices: Ma
 
 
 def describe_unseen(name: str, parts: list[Part]) -> str:
-    empty = [label for part, label in label_parts(parts) if not part.leaving.tokens]
-    if empty:
-        return f"the residual stream behind {empty[0]} was not seen" + (f", nor behind {len(empty) - 1} more" if len(empty) > 1 else "")
+    labels = [label for _, label in label_parts(parts)]
+    places = [] if parts[0].entering.tokens else [f"before {labels[0]}"]
+    places += [f"behind {label}" for part, label in zip(parts, labels, strict=True) if not part.leaving.tokens]
+    if places:
+        return f"the residual stream was not seen {', '.join(places[:3])}" + (
+            f" and at {len(places) - 3} more places" if places[3:] else ""
+        )
     if not has_stream(parts):
         return f"no residual sum was seen in {name}: its numbers are of what the layers take and return"
     return ""

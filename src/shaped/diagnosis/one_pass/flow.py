@@ -98,12 +98,10 @@ class Flow:
         """Its node; a new one without sources if nothing is known of it, as of the model's inputs."""
         return self._nodes[x] if x in self._nodes else self._add(x, None, ())
 
-    def measure(self, node: Node, call: Call, multiple: Node | None = None) -> Node:
-        """`multiple` is measured where its own tensor is gone."""
+    def measure(self, node: Node, call: Call) -> Node:
+        """Its tokens, unless its tensor is gone."""
         x = node.find()
-        if x is None or self.find(x) is not node:
-            x = multiple.find() if multiple else None
-        if x is not None and not node.tokens.tokens:
+        if x is not None and self.find(x) is node and not node.tokens.tokens:
             node.tokens = self._measure(x, call)
         return node
 
@@ -142,23 +140,23 @@ class Flow:
         node = self._nodes[x] = Node(self._count, TensorWeakRef(x), x.shape, func, sources, past)
         return node
 
-    def _meet(self, older: Node, b: Node) -> None:
-        """b has attention calls that the older one has not: is that the stream before one of them?"""
-        a = older
+    def _meet(self, a: Node, b: Node) -> None:
+        """b has attention calls that a has not: is a, or what it is a multiple of, the stream before one of them?"""
         while a not in b.trace_back(a):
             factors = [source for source in a.sources if source.shape == a.shape] if a.func in MULTIPLES else []
             if not factors:
                 return
             a = factors[0]
         joined = [call for call in self.calls if call.is_in(b.past & ~a.past)]
-        for call in joined:
-            # The first one, where all earlier attention has met its own; then those around it, which are older.
-            inner = call.streams[-1] if call.streams else None
-            first = inner is None and all(other.streams for other in joined if other.is_in(call.past))
-            if first or (inner is not None and a.past == inner.past and a in inner.trace_back(a)):
-                call.streams.append(self.measure(a, call, multiple=older))
-                if a.past and a.site:
-                    self._sites[a.site] = a.shape
+        # The first one, where all earlier attention has met its own.
+        new = [call for call in joined if not call.streams and all(other.streams for other in joined if other.is_in(call.past))]
+        # Then those around it, which are older and come from the same attention.
+        inner = [(call, call.streams[-1]) for call in joined if call.streams]
+        new += [call for call, node in inner if a.past == node.past and a in node.trace_back(a)]
+        for call in new:
+            call.streams.append(self.measure(a, call))
+            if a.past and a.site:
+                self._sites[a.site] = a.shape
 
 
 def is_product(func: Any, given: list[Tensor]) -> bool:

@@ -103,7 +103,7 @@ class LayerRecorder(AbstractContextManager["LayerRecorder"]):
                 self.flow.connect(*before, output)
                 depth = len(self._running)
                 self._end_uncalled(lambda part: part.frame > depth)
-                if name in self._open and self._open[name].called and not any(running[0] == name for running in self._running):
+                if name in self._open and self._open[name].called:
                     self._end(name, output)
 
         return hook

@@ -143,8 +143,8 @@ def follow_stream(layers: list[Part]) -> None:
         return
     level = min(len(part.calls[0].streams) for part in layers)
     streams = [part.calls[0].streams[level - 1] for part in layers]
-    pairs = zip(layers, streams, streams[1:], strict=False)
-    nexts = [after if part.calls[-1].is_in(after.past) and after.shape == before.shape else None for part, before, after in pairs]
+    pairs = zip(layers, streams[1:], strict=False)
+    nexts = [after if part.calls[-1].is_in(after.past) else None for part, after in pairs]
     sites = {node.site for node in nexts if node} or {call.streams[0].site for call in layers[0].calls[1:] if call.streams}
     site = sites.pop() if len(sites) == 1 else None
     layers[0].entering = streams[0].tokens
