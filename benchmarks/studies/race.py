@@ -59,7 +59,7 @@ SLOW_GAINS: Choice = ("slow-gains", {"gain_lr": 0.1})
 TABLES: Choice = ("tables", {"embedding_std": 0.02, "embedding_lr": 1.0})
 SLOW_HEAD: Choice = ("slow-head", {"head_lr": 0.1})
 FAST_TABLES: Choice = ("fast-tables", {"embedding_lr": 50.0})
-LATER = (SLOW_GAINS, FAST_TABLES)
+LATER = (SLOW_GAINS, FAST_TABLES, QK_GAIN)
 
 
 @dataclass(frozen=True)

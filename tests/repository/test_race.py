@@ -137,6 +137,8 @@ def test_later_choices_are_kept_if_they_lower_the_loss(race: ModuleType):
     assert (best.get("gain_lr"), best["lr"], best["embedding_lr"]) == (None, 1e-3, 100.0)
     assert runs == ["slow-gains-0.002", "fast-tables-0.002", "fast-tables-0.004", "fast-tables-0.001", "fast-tables-0.0005"]
     assert race.name_final("recover-qk", best, 1) == "recover-qk-final-fast-tables-0.001-1"
+    gained = best | {"qk_gain": True}
+    assert race.name_final("recover-qk", gained, 1) == "recover-qk-final-fast-tables-qk-gain-0.001-1"
     best, runs = search(slower=0.5, faster=0.5)
     assert (best["lr"], best["embedding_lr"], "gain_lr" in best) == (2e-3, 2.5, False)
     assert runs == ["slow-gains-0.002", "fast-tables-0.002"]
@@ -218,8 +220,8 @@ def test_later_choices_of_the_masked_race_leave_the_causal_settings(
     causal_race: ModuleType, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     best, later = known["recover-qk-full-tuned-0.002"], dict[str, Any]()
-    for label in ("slow-gains", "fast-tables"):
-        settings = best.settings | {"gain_lr": 0.1} if label == "slow-gains" else best.settings | {"embedding_lr": 50.0}
+    for label, change in causal_race.race.LATER:
+        settings = best.settings | change
         run = SimpleNamespace(settings=settings, result=SimpleNamespace(test_loss=best.result.test_loss - 0.1))
         later[f"recover-qk-full-{label}-0.002"] = run
     monkeypatch.setattr(causal_race, "read_masked", lambda: known | later)
