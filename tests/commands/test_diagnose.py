@@ -16,7 +16,9 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     RobertaConfig,
+    RobertaForQuestionAnswering,
     RobertaForSequenceClassification,
+    RobertaForTokenClassification,
     RobertaModel,
 )
 
@@ -151,12 +153,14 @@ def test_a_module_that_changes_the_folder_or_the_path(tmp_path, monkeypatch, lin
 def test_folders_of_other_tasks_and_with_missing_weights(tmp_path):
     small: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 20}
     config = RobertaConfig(**small, max_position_embeddings=12)
-    RobertaForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
-    subject = load_subject(str(tmp_path / "classifier"))
-    assert subject.batch.keys() == {"input_ids"}
-    assert subject.batch["input_ids"].shape == (2, 10)  # positions 0 and 1 of RoBERTa's table are not for tokens
-    subject.model(**subject.batch)
-    assert "drawn" not in subject.about
+    for kind in (RobertaForSequenceClassification, RobertaForTokenClassification, RobertaForQuestionAnswering):
+        kind(config).save_pretrained(tmp_path / kind.__name__)
+        subject = load_subject(str(tmp_path / kind.__name__))
+        assert type(subject.model) is kind
+        assert subject.batch.keys() == {"input_ids"}
+        assert subject.batch["input_ids"].shape == (2, 10)  # positions 0 and 1 of RoBERTa's table are not for tokens
+        subject.model(**subject.batch)
+        assert "drawn" not in subject.about
     RobertaModel(config).save_pretrained(tmp_path / "headless")
     place = tmp_path / "headless" / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {"architectures": ["RobertaForMaskedLM"]}))

@@ -15,7 +15,9 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 
 from refusals import refused
@@ -23,7 +25,9 @@ from shaped.hf import (
     ShapedConfig,
     ShapedForCausalLM,
     ShapedForMaskedLM,
+    ShapedForQuestionAnswering,
     ShapedForSequenceClassification,
+    ShapedForTokenClassification,
     ShapedModel,
     vanilla,
 )
@@ -32,6 +36,7 @@ from shaped.nn import Recover, ShapedEncoder, gains
 from shaped.testing.stats import generator
 
 VOCABULARY, N, DEPTH, HEADS = 40, 32, 3, 4
+FINE_TUNED = (ShapedForSequenceClassification, ShapedForTokenClassification, ShapedForQuestionAnswering)
 BLOCKS = ["shaped", "vanilla", "preln", "postln", "dyt"]
 
 
@@ -87,6 +92,8 @@ def test_initial_tokens_have_unit_variance_and_keep_it():
         (ShapedForMaskedLM, AutoModelForMaskedLM),
         (ShapedForCausalLM, AutoModelForCausalLM),
         (ShapedForSequenceClassification, AutoModelForSequenceClassification),
+        (ShapedForTokenClassification, AutoModelForTokenClassification),
+        (ShapedForQuestionAnswering, AutoModelForQuestionAnswering),
     ],
 )
 def test_saved_and_loaded(kind, auto, block, tmp_path):
@@ -128,13 +135,11 @@ def test_what_a_checkpoint_lacks_starts_as_it_should(tmp_path):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_padding_changes_nothing(block):
     ids = tokens()
-    for kind in (ShapedForMaskedLM, ShapedForSequenceClassification):
-        model = made(kind, block=block).double()
-        padded = model(ids, attention_mask=PADDING).logits[1]
-        alone = model(ids[1:, :6]).logits[0]
-        assert (padded[: len(alone)] - alone).abs().max() < 1e-10
-    causal = made(ShapedForSequenceClassification, block=block, is_decoder=True).double()
-    assert (causal(ids, attention_mask=PADDING).logits[1] - causal(ids[1:, :6]).logits[0]).abs().max() < 1e-10
+    for kind, is_decoder in ((ShapedForMaskedLM, False), *((kind, is_decoder) for kind in FINE_TUNED for is_decoder in (False, True))):
+        model = made(kind, block=block, is_decoder=is_decoder).double()
+        padded, alone = model(ids, attention_mask=PADDING).to_tuple(), model(ids[1:, :6], use_cache=False).to_tuple()
+        for one, other in zip(padded, alone, strict=True):
+            assert (one[1, : len(other[0])] - other[0]).abs().max() < 1e-10
 
 
 def test_a_decoder_does_not_look_ahead_and_an_encoder_does():
@@ -202,7 +207,7 @@ def test_eager_is_the_same_attention_with_its_matrices(block):
     assert torch.equal(eager.generate(tokens(), **settings), model.generate(tokens(), **settings))
 
 
-@pytest.mark.parametrize("kind", [ShapedModel, ShapedForCausalLM, ShapedForSequenceClassification])
+@pytest.mark.parametrize("kind", [ShapedModel, ShapedForCausalLM, *FINE_TUNED])
 def test_what_quantises_models_finds_every_matrix(kind):
     """bitsandbytes, torchao and PyTorch's own replace what is exactly an `nn.Linear`."""
     model = made(kind)
@@ -288,13 +293,16 @@ def test_a_classifier_wants_to_know_which_tokens_are_padding():
         made(ShapedForSequenceClassification)(tokens(), attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("kind", FINE_TUNED)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_causal_classifier_does_not_see_padding(side):
+def test_a_causal_classifier_does_not_see_padding(kind, side):
     """Nor by the tokens' positions: the tokenizers of causal runs pad on the left."""
-    model, ids = made(ShapedForSequenceClassification, is_decoder=True).double(), tokens()
+    model, ids = made(kind, is_decoder=True).double(), tokens()
     pads = (4, 0) if side == "left" else (0, 4)
     padded, mask = (torch.nn.functional.pad(x, pads) for x in (ids, torch.ones_like(ids)))
-    assert (model(padded, attention_mask=mask).logits - model(ids).logits).abs().max() < 1e-10
+    found, expected = model(padded, attention_mask=mask)[0], model(ids)[0]
+    found = found if found.shape == expected.shape else found[mask.bool()].view_as(expected)
+    assert (found - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("use_cache", [False, None])

@@ -116,7 +116,13 @@ def test_it_is_said_once_on_every_route(name, choice, tmp_path):
         assert len(said) == 1
 
 
-@pytest.mark.parametrize("kind", [hf.ShapedForMaskedLM, hf.ShapedForCausalLM, hf.ShapedForSequenceClassification, hf.ShapedModel])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(hf.ShapedForMaskedLM, hf.ShapedForCausalLM, hf.ShapedModel),
+        *(hf.ShapedForSequenceClassification, hf.ShapedForTokenClassification, hf.ShapedForQuestionAnswering),
+    ],
+)
 def test_a_head_and_the_model_inside_it_say_it_once(kind, tmp_path):
     config = hf.ShapedConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     kind(config).save_pretrained(tmp_path)

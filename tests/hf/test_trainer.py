@@ -17,7 +17,9 @@ from shaped.hf import (
     ShapedConfig,
     ShapedForCausalLM,
     ShapedForMaskedLM,
+    ShapedForQuestionAnswering,
     ShapedForSequenceClassification,
+    ShapedForTokenClassification,
     ShapingCallback,
     parameter_groups,
     shape,
@@ -242,19 +244,26 @@ def test_diagnostics_refuse_what_they_cannot_see_and_leave_nothing_behind(tmp_pa
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("kind", [ShapedForMaskedLM, ShapedForCausalLM, ShapedForSequenceClassification])
+@pytest.mark.parametrize(
+    "kind",
+    [ShapedForMaskedLM, ShapedForCausalLM, ShapedForSequenceClassification, ShapedForTokenClassification, ShapedForQuestionAnswering],
+)
 def test_accumulated_gradients_are_those_of_the_whole_batch(kind, tmp_path):
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
     class Labelled(Text):
         def __getitem__(self, i):
-            return super().__getitem__(i) | ({"labels": i % 2} if kind is ShapedForSequenceClassification else {})
+            row = super().__getitem__(i)
+            if kind is ShapedForSequenceClassification:
+                return row | {"labels": i % 2}
+            labels = row.pop("labels").masked_fill(torch.arange(12) < i % 8, -100)  # some sequences have more than others
+            return row | ({"start_positions": i % 8, "end_positions": 11} if kind is ShapedForQuestionAnswering else {"labels": labels})
 
     norms = []
     for batch, times in ((8, 1), (2, 4)):
         torch.manual_seed(0)
         work: dict[str, Any] = {"batch": batch, "accumulate": times, "data": Labelled(), "rate": 0.0, "clip": 1e9}
-        trainer = trainer_of(kind(ShapedConfig(**sizes)), tmp_path, [], steps=1, **work)
+        trainer = trainer_of(kind(ShapedConfig(**sizes, num_labels=40)), tmp_path, [], steps=1, **work)
         trainer.train()
         norms.append(next(row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row))
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)

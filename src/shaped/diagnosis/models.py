@@ -139,7 +139,8 @@ def choose_class(config: Any) -> Any:
 
     names = ("Seq2SeqLM",) if getattr(config, "is_encoder_decoder", False) else ()
     names += ("CausalLM", "MaskedLM") if getattr(config, "is_decoder", False) else ("MaskedLM", "CausalLM")
-    kinds = [getattr(transformers, f"AutoModelFor{name}") for name in (*names, "ImageClassification", "SequenceClassification")]
+    names += ("ImageClassification", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+    kinds = [getattr(transformers, f"AutoModelFor{name}") for name in names]
     fitting = [kind for kind in kinds if type(config) in kind._model_mapping]
     for kind in fitting:
         if kind._model_mapping[type(config)].__name__ in (config.architectures or ()):

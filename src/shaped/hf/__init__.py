@@ -7,15 +7,25 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"shaped.hf needs transformers: {suggest_install('hf')}") from error
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from shaped.hf.callbacks import DiagnosticsCallback as DiagnosticsCallback
 from shaped.hf.callbacks import ShapingCallback as ShapingCallback
 from shaped.hf.configuration import ShapedConfig as ShapedConfig
 from shaped.hf.extensions import extend_transformers
+from shaped.hf.heads import ShapedForQuestionAnswering as ShapedForQuestionAnswering
+from shaped.hf.heads import ShapedForSequenceClassification as ShapedForSequenceClassification
+from shaped.hf.heads import ShapedForTokenClassification as ShapedForTokenClassification
 from shaped.hf.models import ShapedForCausalLM as ShapedForCausalLM
 from shaped.hf.models import ShapedForMaskedLM as ShapedForMaskedLM
-from shaped.hf.models import ShapedForSequenceClassification as ShapedForSequenceClassification
 from shaped.hf.models import ShapedModel as ShapedModel
 from shaped.hf.prediction import Prediction as Prediction
 from shaped.hf.prediction import predict as predict
@@ -29,3 +39,5 @@ AutoModel.register(ShapedConfig, ShapedModel, exist_ok=True)
 AutoModelForMaskedLM.register(ShapedConfig, ShapedForMaskedLM, exist_ok=True)
 AutoModelForCausalLM.register(ShapedConfig, ShapedForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(ShapedConfig, ShapedForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(ShapedConfig, ShapedForTokenClassification, exist_ok=True)
+AutoModelForQuestionAnswering.register(ShapedConfig, ShapedForQuestionAnswering, exist_ok=True)

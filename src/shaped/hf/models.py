@@ -1,4 +1,4 @@
-"""The shaped Transformer as Hugging Face models: encoder and decoder, masked and causal language models, classifier."""
+"""The shaped Transformer as Hugging Face models: encoder and decoder, masked and causal language models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
     MaskedLMOutput,
-    SequenceClassifierOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -352,46 +351,3 @@ class ShapedForCausalLM(ShapedLanguageModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-class ShapedForSequenceClassification(ShapedPreTrainedModel):
-    """A linear classifier on the mean of the tokens without padding; for a decoder, on the last token without padding."""
-
-    accepts_loss_kwargs = False  # the loss is a mean over the batch, so Trainer divides it by the number of accumulated batches
-
-    def __init__(self, config: ShapedConfig):
-        super().__init__(config)
-        self.loss_type = "ForSequenceClassification"  # whatever the name of a subclass
-        self.num_labels = config.num_labels or 2
-        self.model, self.classifier = ShapedModel(config), make_linear(config.hidden_size, self.num_labels, config.hidden_size**-0.5)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutput:
-        if self.config.is_decoder and position_ids is None and attention_mask is not None and attention_mask.ndim == 2:
-            # The tokenizers of causal runs pad on the left: a text begins at position 0 all the same.
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        outputs = self.model(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        logits = self.classifier(self.pool(outputs.last_hidden_state, attention_mask))
-        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
-
-    def pool(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """One vector a text, [batch, n], from its tokens, [batch, m, n]."""
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError(f"attention_mask must be [batch, tokens] for a classifier, got shape {tuple(attention_mask.shape)}")
-        real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if attention_mask is None else attention_mask.bool()
-        if self.config.is_decoder:
-            last = (real * torch.arange(1, x.shape[1] + 1, device=x.device)).argmax(-1)
-            return x[torch.arange(len(x), device=x.device), last]
-        weights = real / real.sum(1, keepdim=True).clamp(min=1)
-        return (x * weights[..., None].to(x.dtype)).sum(1)

@@ -11,7 +11,15 @@ from tests.test_configuration_common import ConfigTester  # pyright: ignore[repo
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask  # pyright: ignore[reportMissingImports]
 from transformers.models.auto import modeling_auto
 
-from shaped.hf import ShapedConfig, ShapedForCausalLM, ShapedForMaskedLM, ShapedForSequenceClassification, ShapedModel
+from shaped.hf import (
+    ShapedConfig,
+    ShapedForCausalLM,
+    ShapedForMaskedLM,
+    ShapedForQuestionAnswering,
+    ShapedForSequenceClassification,
+    ShapedForTokenClassification,
+    ShapedModel,
+)
 
 # The tests know by these tables which labels a class takes, and that a model without a head takes none.
 tables: Any = modeling_auto
@@ -19,6 +27,9 @@ tables.MODEL_MAPPING_NAMES["shaped"] = "ShapedModel"
 tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES["shaped"] = "ShapedForMaskedLM"
 tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["shaped"] = "ShapedForCausalLM"
 tables.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["shaped"] = "ShapedForSequenceClassification"
+tables.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES["shaped"] = "ShapedForTokenClassification"
+tables.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES["shaped"] = "ShapedForQuestionAnswering"
+HEADS = (ShapedForSequenceClassification, ShapedForTokenClassification, ShapedForQuestionAnswering)
 
 
 class Tester:
@@ -65,12 +76,12 @@ for name in [name for name in dir(ModelTesterMixin) if name.startswith("test_eag
 
 
 class Encoder(Shaped, unittest.TestCase):
-    all_model_classes = (ShapedModel, ShapedForMaskedLM, ShapedForSequenceClassification)
+    all_model_classes = (ShapedModel, ShapedForMaskedLM, *HEADS)
     settings: ClassVar[dict[str, Any]] = {}
 
 
 class Decoder(Shaped, GenerationTesterMixin, unittest.TestCase):
-    all_model_classes = (ShapedModel, ShapedForCausalLM, ShapedForSequenceClassification)
+    all_model_classes = (ShapedModel, ShapedForCausalLM, *HEADS)
     settings: ClassVar[dict[str, Any]] = {"is_decoder": True}
 
 

@@ -7,7 +7,14 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments
 
-from shaped.hf import ShapedConfig, ShapedForCausalLM, ShapedForMaskedLM, ShapedForSequenceClassification
+from shaped.hf import (
+    ShapedConfig,
+    ShapedForCausalLM,
+    ShapedForMaskedLM,
+    ShapedForQuestionAnswering,
+    ShapedForSequenceClassification,
+    ShapedForTokenClassification,
+)
 from shaped.testing.stats import generator
 
 
@@ -21,6 +28,14 @@ class GapFiller(ShapedForMaskedLM):
 
 class JudgeForCausalLM(ShapedForSequenceClassification):
     """This one says something wrong."""
+
+
+class TaggerForMaskedLM(ShapedForTokenClassification):
+    """As does this one's."""
+
+
+class Oracle(ShapedForQuestionAnswering):
+    """The suffix of this name says nothing."""
 
 
 IDS = torch.randint(1, 20, (2, 9), generator=generator(0))
@@ -58,3 +73,21 @@ def test_the_loss_of_a_classifier_does_not_depend_on_its_name():
     labels = torch.tensor([1, 0])
     outputs = make(JudgeForCausalLM, num_labels=2)(IDS, labels=labels)
     assert float(outputs.loss) == pytest.approx(float(cross_entropy(outputs.logits, labels)), rel=1e-5)
+
+
+def test_the_loss_of_a_token_classifier_is_that_of_the_tokens_with_a_label():
+    labels = (IDS % 3).masked_fill(torch.arange(9) > 5, -100)
+    outputs = make(TaggerForMaskedLM, num_labels=3)(IDS, labels=labels)
+    expected = cross_entropy(outputs.logits[:, :6].flatten(0, 1), (IDS % 3)[:, :6].flatten())
+    assert float(outputs.loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("beyond", [9, -100])
+def test_the_loss_of_an_answer_is_that_of_its_two_ends_if_they_are_in_the_text(beyond):
+    """transformers' own loss takes -100 for the first token."""
+    given = {"start_positions": torch.tensor([2, beyond]), "end_positions": torch.tensor([4, 7])}
+    outputs = make(Oracle)(IDS, **given)
+    start, end = (cross_entropy(outputs.start_logits[:1], torch.tensor([2])), cross_entropy(outputs.end_logits, torch.tensor([4, 7])))
+    assert float(outputs.loss) == pytest.approx(float(start + end) / 2, rel=1e-5)
+    columns = make(Oracle)(IDS, **{name: positions[:, None] for name, positions in given.items()})
+    assert torch.equal(columns.loss, outputs.loss)
