@@ -249,7 +249,7 @@ def test_diagnostics_refuse_what_they_cannot_see_and_leave_nothing_behind(tmp_pa
     [ShapedForMaskedLM, ShapedForCausalLM, ShapedForSequenceClassification, ShapedForTokenClassification, ShapedForQuestionAnswering],
 )
 def test_accumulated_gradients_are_those_of_the_whole_batch(kind, tmp_path):
-    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 40}
 
     class Labelled(Text):
         def __getitem__(self, i):
@@ -263,7 +263,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(kind, tmp_path):
     for batch, times in ((8, 1), (2, 4)):
         torch.manual_seed(0)
         work: dict[str, Any] = {"batch": batch, "accumulate": times, "data": Labelled(), "rate": 0.0, "clip": 1e9}
-        trainer = trainer_of(kind(ShapedConfig(**sizes, num_labels=40)), tmp_path, [], steps=1, **work)
+        trainer = trainer_of(kind(ShapedConfig(**sizes)), tmp_path, [], steps=1, **work)
         trainer.train()
         norms.append(next(row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row))
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)

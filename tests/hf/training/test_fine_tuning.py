@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_trainer import model_of, trainer_of
+from test_trainer import trainer_of
 from torch.utils.data import Dataset
 from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
@@ -34,7 +34,7 @@ HEADS = {ShapedForTokenClassification: "classifier.weight", ShapedForQuestionAns
         *(({"head_std": 0.3}, 0.3), ({"block": "preln", "init": "bert"}, 0.02)),
     ],
 )
-def test_the_head_alone_is_new(kind, settings, std, tmp_path):
+def test_the_head_alone_is_new(kind: Any, settings, std, tmp_path):
     """It starts as the output matrix of a language model does; 5 standard errors."""
     dtype = getattr(torch, settings.get("dtype", "float32"))
     body = ShapedForMaskedLM(ShapedConfig(**SIZES | settings))
@@ -43,8 +43,9 @@ def test_the_head_alone_is_new(kind, settings, std, tmp_path):
             gain.add_(0.25)
     body.save_pretrained(tmp_path)
     torch.manual_seed(1)
-    labels = {} if kind is ShapedForQuestionAnswering else {"num_labels": 20}
-    model, found = kind.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True, **labels)
+    labels: dict[str, Any] = {} if kind is ShapedForQuestionAnswering else {"num_labels": 20}
+    loaded: Any = kind.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True, **labels)
+    model, found = loaded
     assert found["missing_keys"] == {HEADS[kind]}
     assert not found["unexpected_keys"]
     assert all(torch.equal(value.to(dtype), model.model.state_dict()[name]) for name, value in body.model.state_dict().items())
@@ -60,7 +61,8 @@ class Sentences(Dataset):
         self.ids = torch.randint(2, 38, (160, 12), generator=generator(3))
         self.starts = torch.randint(1, 7, (160,), generator=generator(4))
         self.ids[torch.arange(160), self.starts], self.ids[torch.arange(160), self.starts + 2] = 38, 39
-        self.types, self.mask = (torch.arange(12) > 5).long(), (torch.arange(12) < 10).long()
+        self.types = (torch.arange(12) >= torch.randint(2, 10, (160, 1), generator=generator(5))).long()
+        self.mask = (torch.arange(12) < 10).long()
         self.tags = (self.ids % 2 + 2 * self.types).masked_fill(self.mask == 0, -100)
         self.kind = kind
 
@@ -68,7 +70,7 @@ class Sentences(Dataset):
         return len(self.ids)
 
     def __getitem__(self, i):
-        row = {"input_ids": self.ids[i], "attention_mask": self.mask, "token_type_ids": self.types}
+        row = {"input_ids": self.ids[i], "attention_mask": self.mask, "token_type_ids": self.types[i]}
         if self.kind is ShapedForTokenClassification:
             return row | {"labels": self.tags[i]}
         return row | {"start_positions": self.starts[i], "end_positions": self.starts[i] + 2}
@@ -80,13 +82,14 @@ class Sentences(Dataset):
 )
 def test_trainer_fine_tunes_and_the_shaping_recovers(kind, auto, tmp_path):
     torch.manual_seed(0)
-    sizes = model_of("fixed").config.to_dict() | {"num_labels": 4, "type_vocab_size": 2, "gamma": 0.7}
-    model = kind(ShapedConfig(**sizes))
+    sizes: dict[str, Any] = SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 12, "num_labels": 4}
+    model = kind(ShapedConfig(**sizes, gamma=0.7))
     data, watch, diagnostics = Sentences(kind), WatchCallback(every=20), DiagnosticsCallback(every=20)
     trainer = trainer_of(model, tmp_path, [ShapingCallback(Recover(30)), diagnostics, watch], steps=60, rate=1e-2, data=data, batch=32)
     trainer.train()
     predicted: Any = trainer.predict(data)
     assert predicted.metrics["test_loss"] < 0.1
+    assert watch.watcher is not None
     assert len(diagnostics.history) == len(watch.watcher.rows) == 3
     batch = {name: torch.stack([data[i][name] for i in range(160)]) for name in ("input_ids", "attention_mask", "token_type_ids")}
     plain = vanilla(model).eval()
@@ -95,6 +98,8 @@ def test_trainer_fine_tunes_and_the_shaping_recovers(kind, auto, tmp_path):
     assert type(again) is kind
     with torch.no_grad():
         found, expected = again(**batch).to_tuple(), model.eval()(**batch).to_tuple()
+        without = model(batch["input_ids"], batch["attention_mask"])[0]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not torch.allclose(without, expected[0], atol=1e-2)  # so what Trainer gives has the types
     logits = predicted.predictions if isinstance(predicted.predictions, tuple) else (predicted.predictions,)
     assert all(torch.allclose(torch.tensor(one), other, atol=1e-5) for one, other in zip(logits, expected, strict=True))
