@@ -239,6 +239,19 @@ def eigen_factor(V: Matrix) -> Matrix:
     return torch.where(finite, vectors * values.clamp(min=0.0).sqrt()[..., None, :], torch.nan)
 
 
+def scale_to_unit(V: Matrix) -> tuple[Matrix, Float[Tensor, "*batch m"]]:
+    """V in units of the tokens' lengths, and the lengths: what is rounding for a long token may be the whole length of a short one."""
+    length = V.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).sqrt()
+    length = torch.where(length > 0.0, length, 1.0)
+    return V / length[..., :, None] / length[..., None, :], length
+
+
+def narrow_factor(V: Matrix, n: int) -> Float[Tensor, "*batch m {n}"]:
+    """Some L of n columns, fewer than tokens, with L Lᵀ = V up to eigenvalues beyond the n-th."""
+    unit, length = scale_to_unit(V)
+    return length[..., :, None] * eigen_factor(unit)[..., -n:]
+
+
 @dataclass(frozen=True, eq=False)
 class Point:
     """A covariance, given by its matrix or by a factor. The other one is computed on first use and cached."""

@@ -94,12 +94,12 @@ def propagate(
 
     Args:
         layer: a layer or chain; d of them are stacked.
-        V0: covariance of the tokens that enter, [m, m] or [samples, m, m].
+        V0: covariance of the tokens that enter, [m, m] or [samples, m, m], of rank n at most: n features have no other.
         n, d: width and depth.
         samples: number of networks; by default the number of matrices in V0.
         seed: the same seed gives the same numbers, whatever the chunk size or the number of workers.
         n_k: width of each head's keys; by default n divided by the number of heads.
-        path: "gram" (covariances alone), "tokens", or "auto": "gram" where the layers allow it.
+        path: "gram" (covariances alone), "tokens", or "auto": "gram" where the layers allow it and there are as many features as tokens.
         record, upper, lower, device, dtype, chunk, executor, progress: as in `solve`.
     """
     options = engine.RunOptions(
@@ -118,11 +118,15 @@ def propagate(
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(map(repr, PATHS))}, got {quote(path)}")
     check_layer(layer)
-    sizes.check_tokens(engine.count_tokens(V0))
+    engine.check_rank(V0, sizes.n)
     layer.check_sizes(sizes)
     if path == "gram" and layer.needs_tokens:
         raise ValueError(f"path must be 'tokens' or 'auto' for {layer!r}, which looks at single features, got 'gram'")
-    by_tokens = layer.needs_tokens or path == "tokens"
+    m = engine.count_tokens(V0)
+    if path == "gram" and m > sizes.n:
+        raise ValueError(f"path must be 'tokens' or 'auto' for {m} tokens of n = {sizes.n} features, got 'gram'")
+    # X has only n columns there: F Z is nowhere across X, and a square factor of V would give F Z m columns in place of n.
+    by_tokens = layer.needs_tokens or path == "tokens" or m > sizes.n
     process = TokenSteps(layer, sizes) if by_tokens else GramSteps(layer, sizes)
     return engine.run(
         process, V0, options, steps=d, dt=1.0 / sizes.n, info={"path": "tokens" if by_tokens else "gram", "n": sizes.n, "d": d}

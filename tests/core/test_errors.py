@@ -35,7 +35,10 @@ PATHS = propagate(samples=4)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: propagate(n=2), ["n must", "3", "2"]),
+        (lambda: propagate(n=2), ["n must", "3, the rank of V0", "got 2"]),
+        (lambda: propagate(torch.block_diag(torch.ones(3, 3), 1e-9 * torch.ones(2, 2)), n=1), ["n must", "2, the rank of V0", "got 1"]),
+        (lambda: propagate(torch.ones(3, 3), n=2, path="gram"), ["path", "3 tokens of n = 2 features", "gram"]),
+        (lambda: propagate(torch.full((3, 3), math.nan), n=2), ["V0", "nan"]),
         (lambda: propagate(n=0), ["n must", "0"]),
         (lambda: propagate(d=0), ["d must", "0"]),
         (lambda: propagate(n_k=0), ["n_k", "0"]),

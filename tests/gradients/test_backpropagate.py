@@ -51,6 +51,14 @@ def test_tokens_that_are_alike_have_autograds_law():
     assert_one_law(explicit, simulate(layer, V0, 16, 3, squared_error, 6000, 35))
 
 
+def test_fewer_features_than_tokens_have_autograds_law():
+    """Five tokens of four features: what is left of each matrix is drawn in the features that a layer's tokens do not span, if any."""
+    X = torch.randn(5, 3, generator=torch.Generator().manual_seed(36), dtype=torch.float64)
+    layer, V0 = shaped.ShapedAttention(0.6, 0.5) >> shaped.ShapedFeedForward(0.6, 0.5, -0.5), X @ X.mT / 3
+    explicit = differentiate(layer, V0, 4, 2, squared_error, 2000, generator(37))
+    assert_one_law(explicit, simulate(layer, V0, 4, 2, squared_error, 8000, 38))
+
+
 def draw_product(X: Tensor, D: Tensor, number: int, independent: bool = False) -> tuple[Tensor, Tensor, Products]:
     """X W, the gradient D Wᵀ, and the object that drew them."""
     stream = Stream(seed(number), 0, dtype=X.dtype, device=CPU)
@@ -259,7 +267,7 @@ def test_layers_of_users_need_nothing_more():
     [
         ({"outputs": 0}, "outputs must be at least 1, got 0"),
         ({"d": 1.5}, "d must be a whole number, got 1.5"),
-        ({"n": 2}, "n must be at least 3, the number of tokens"),
+        ({"n": 2}, "n must be at least 3, the rank of V0"),
         ({"independent": 1}, "independent must be True or False, got 1"),
         ({"loss": 3.0}, "loss must be a function of the outputs"),
         ({"loss": lambda outputs: outputs.square().mean()}, r"one number for each network, \[6\] for outputs \(6, 3, 2\), got shape \(\)"),

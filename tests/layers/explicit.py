@@ -91,10 +91,10 @@ class Watched(nn.Module):
         return x, entropies[-1]
 
 
-def draw_explicit(layer: shaped.Layer, networks: int, number: int, d: int = 1, sizes: Sizes = SIZES) -> Tensor:
+def draw_explicit(layer: shaped.Layer, networks: int, number: int, d: int = 1, sizes: Sizes = SIZES, V: Tensor = V0) -> Tensor:
     """d layers of networks with explicit weights, all networks at once: what `join` returns."""
     g = generator(number)
-    X, entropy = draw_tokens(V0, sizes.n, g, (networks,)), torch.zeros(networks)
+    X, entropy = draw_tokens(V, sizes.n, g, (networks,)), torch.zeros(networks)
     module = Watched(layer.module(sizes.n, sizes.n_k, dtype=torch.float64))
     run = vmap(lambda weights, x: functional_call(module, weights, (x,)), chunk_size=2000)
     with warnings.catch_warnings():

@@ -171,6 +171,34 @@ def test_attention_reads_keys_narrower_than_the_tokens():
     assert torch.allclose(A.sum(-1), torch.ones(1000, 5, dtype=torch.float64))
 
 
+NARROW: dict[str, shaped.Layer] = {
+    "attention": shaped.ShapedAttention(0.8, 0.4, mask="causal"),
+    "heads, projected, QK-norm": shaped.ShapedAttention(0.8, 0.4, heads=2, project=True, qk_norm=True, mask=shaped.alibi(6, 2)),
+    "feed-forward": shaped.ShapedFeedForward(0.8, 1.0, -1.0),
+    "perceptron": shaped.ShapedPerceptron(0.5, -0.5),
+    "transformer": shaped.ShapedAttention(0.6, 0.5) >> shaped.ShapedFeedForward(0.6),
+    "Pre-LN": shaped.PreLN(shaped.ShapedAttention(0.7, 0.4, heads=2)),
+    "block": shaped.ResidualBlock(shaped.FeedForwardBranch(5, shaped.Weights(0.5, 0.3), shaped.Weights(0.5)), norm=shaped.Norm("rms")),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_fewer_features_than_tokens_have_the_law_of_explicit_weights(name):
+    """Six tokens of four features, with a covariance of rank 3."""
+    layer, n, d = NARROW[name], 4, 2
+    X = torch.randn(6, 3, generator=torch.Generator().manual_seed(66), dtype=torch.float64)
+    X[0] *= 2.0
+    V = X @ X.mT / 3
+    explicit = draw_explicit(layer, 4_000, 67, d=d, sizes=Sizes(n), V=V)
+    paths = shaped.propagate(layer, V, n=n, d=d, samples=16_000, seed=seed(68))
+    assert paths.info["path"] == "tokens"
+    assert torch.equal(paths.V[0], V.expand(16_000, 6, 6))
+    assert torch.linalg.eigvalsh(paths.V[-1])[:, : 6 - n].abs().max() < 1e-10
+    drawn = vech(paths.V[-1])
+    assert find_distance(explicit, drawn) < KS_AT_Z * (1 / 4_000 + 1 / 16_000) ** 0.5
+    assert_same_moments(drawn, explicit)
+
+
 def test_bartlett_is_the_root_of_a_wishart_matrix():
     g = Stream(seed(64), 0, dtype=torch.float64, device=CPU)
     for size, degrees in ((3, 7), (3, 3), (4, 2)):

@@ -17,6 +17,7 @@ from shaped.engine.progress import Progress as Progress
 from shaped.engine.progress import progress_bar as progress_bar
 from shaped.engine.simulation import allocate as allocate
 from shaped.engine.simulation import run as run
+from shaped.engine.start import check_rank as check_rank
 from shaped.engine.start import count_tokens as count_tokens
 from shaped.engine.start import draw_start as draw_start
 from shaped.engine.start import prepare_start as prepare_start

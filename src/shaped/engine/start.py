@@ -10,8 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shaped.checks import as_tensor
-from shaped.covariance import check_covariance, eigen_factor, factor, symmetrise
+from shaped.covariance import check_covariance, eigen_factor, factor, narrow_factor, scale_to_unit, symmetrise
 from shaped.randomness import Stream
+
+NEGLIGIBLE = 1e-6
+"""Eigenvalues below this share of their sum are rounding, also of float32 tokens whose covariance is converted to float64."""
 
 
 def count_tokens(V0: Any) -> int:
@@ -29,10 +32,7 @@ def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Ten
     V0 = V0.to(torch.float64)
     check_covariance(V0, "V0")
     V0 = symmetrise(V0)
-    # In units of the tokens' lengths: an entry that is rounding for a long token may be the whole length of a short one.
-    length = V0.diagonal(dim1=-2, dim2=-1).clamp(min=0.0).sqrt()
-    length = torch.where(length > 0.0, length, 1.0)
-    least = torch.linalg.eigvalsh(V0 / length[..., :, None] / length[..., None, :])[..., :1, None]
+    least = torch.linalg.eigvalsh(scale_to_unit(V0)[0])[..., :1, None]
     indefinite = least < -8 * V0.shape[-1] * torch.finfo(V0.dtype).eps
     if indefinite.any():
         root = eigen_factor(V0)
@@ -47,6 +47,17 @@ def prepare_start(V0: Any, samples: int | None, dtype: torch.dtype) -> Float[Ten
     return cast
 
 
+def check_rank(V0: Any, n: int) -> None:
+    """Raises a ValueError if no tokens of n features have this covariance."""
+    m = count_tokens(V0)
+    if m <= n:
+        return
+    values = torch.linalg.eigvalsh(scale_to_unit(prepare_start(V0, None, torch.float64))[0])
+    rank = int((values > NEGLIGIBLE * m).sum(-1).max())
+    if rank > n:
+        raise ValueError(f"n must be at least {rank}, the rank of V0: fewer features cannot have this covariance of {m} tokens, got {n}")
+
+
 def take_block(V0: Float[Tensor, "sample m m"], block: int, size: int) -> Float[Tensor, "batch m m"]:
     """The starts of one block, in memory of their own: pickling a slice would pickle the whole of V0. One start for all stays shared."""
     start = V0[block * size : (block + 1) * size]
@@ -54,8 +65,9 @@ def take_block(V0: Float[Tensor, "sample m m"], block: int, size: int) -> Float[
 
 
 def draw_start(V0: Float[Tensor, "batch m m"], n: int, stream: Stream) -> Float[Tensor, "batch m n"]:
-    """Tokens with covariance V0. V0 determines them up to a rotation of the features, which is drawn uniformly."""
-    return math.sqrt(n) * factor(V0).contiguous() @ draw_directions(len(V0), V0.shape[-1], n, stream)
+    """Tokens with covariance V0, of rank n at most. V0 determines them up to a rotation of the features, which is drawn uniformly."""
+    L = factor(V0).contiguous() if V0.shape[-1] <= n else narrow_factor(V0.contiguous(), n)
+    return math.sqrt(n) * L @ draw_directions(len(V0), L.shape[-1], n, stream)
 
 
 def draw_directions(batch: int, m: int, n: int, stream: Stream) -> Float[Tensor, "batch m n"]:

@@ -50,7 +50,7 @@ def backpropagate(
 
     Args:
         layer: a layer or chain; d of them are stacked.
-        V0: covariance of the tokens that enter, [m, m] or [samples, m, m].
+        V0: covariance of the tokens that enter, [m, m] or [samples, m, m], of rank n at most.
         n, d: width and depth.
         outputs: number of columns k of the readout.
         loss: a function of the outputs, [batch, m, k], that returns the loss of each network, [batch]; autograd differentiates it. Networks
@@ -79,7 +79,7 @@ def backpropagate(
     check_layer(layer)
     check_callable(loss, executor is not None)
     m = engine.count_tokens(V0)
-    sizes.check_tokens(m)
+    engine.check_rank(V0, sizes.n)
     layer.check_sizes(sizes)
     V0 = engine.prepare_start(V0, options.samples, options.dtype).to(options.device)
     entries, kept = probe(layer, sizes, V0)

@@ -37,10 +37,18 @@ def check_module(
 
 
 def draw_tokens(V: Tensor, n: int, g: torch.Generator, batch: tuple[int, ...] = ()) -> Tensor:
-    """Tokens with covariance V in a uniformly random direction: whitened normals, so that no convention of a factorisation enters."""
-    Z = torch.randn(*batch, len(V), n, generator=g, dtype=torch.float64, device=g.device)
+    """Tokens with covariance V in a uniformly random direction: whitened normals, so that no convention of a factorisation enters.
+
+    With more tokens than features V has a rank of n at most.
+    """
+    if len(V) > n:
+        U, S, _ = torch.linalg.svd(V)
+        root = U[:, :n] * S[:n].sqrt()
+    else:
+        root = torch.linalg.cholesky(V)
+    Z = torch.randn(*batch, root.shape[-1], n, generator=g, dtype=torch.float64, device=g.device)
     values, vectors = torch.linalg.eigh(Z @ Z.mT)
-    return math.sqrt(n) * torch.linalg.cholesky(V).to(Z) @ (vectors / values.sqrt()[..., None, :] @ vectors.mT @ Z)
+    return math.sqrt(n) * root.to(Z) @ (vectors / values.sqrt()[..., None, :] @ vectors.mT @ Z)
 
 
 @on_cpu()
