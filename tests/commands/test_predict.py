@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from command_runner import make_runner
 
-from shaped.commands.predict import choose_names, format_measured, read_shape
+from shaped.commands.predict import choose_names, format_measured, format_power, read_shape
 from shaped.hf import Prediction, ShapedConfig, predict
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 20}
@@ -87,5 +87,11 @@ def test_names_and_numbers():
     assert choose_names(["a", "b", "a", "predict"]) == ["a", "b", "a-2", "predict-2"]
     assert format_measured({"mean": [0.70123], "standard_error": [0.0432]}, 0) == "0.701(43)"
     assert format_measured({"mean": [239.144], "standard_error": [1.28]}, 0) == "239.1(13)"
+    assert format_measured({"mean": [0.028283], "standard_error": [6e-5]}, 0) == "0.0283(1)"
+    assert format_measured({"mean": [0.028283], "standard_error": [1.4e-5]}, 0) == "0.02828(1)"  # not (0), as if it were exact
+    assert format_measured({"mean": [3.2056789], "standard_error": [8.6e-6]}, 0) == "3.205679(9)"
+    assert format_measured({"mean": [1.0], "standard_error": [3e-8]}, 0) == "1.000000(<1)"
+    assert format_power({"mean": [1.234567e-5], "standard_error": [2e-10]}, 0) == "1.23457(2)e-5"
+    assert format_measured({"mean": [1.0], "standard_error": [0.0]}, 0) == "1"
     assert format_measured({"mean": [1.0], "standard_error": [None]}, 0) == "1"
     assert format_measured({"mean": [1.0], "standard_error": [None]}, 1) == ""

@@ -197,14 +197,19 @@ def choose_stages(depth: int) -> list[int]:
 
 
 def format_measured(values: dict[str, list[Any]], stage: int) -> str:
-    """0.701(43) is 0.701 with a standard error of 0.043. Empty beyond the last layer."""
+    """0.701(43) is 0.701 with a standard error of 0.043. Empty beyond the last layer.
+
+    Four decimals, and up to six where the error would be 0 in the last of them; a smaller error than these show is <1.
+    """
     if stage >= len(values["mean"]):
         return ""
     mean, error = values["mean"][stage], values["standard_error"][stage]
     if not error:
         return f"{mean:.4g}"
     digits = min(4, max(0, 1 - math.floor(math.log10(error))))
-    return f"{mean:.{digits}f}({round(error * 10**digits)})"
+    if not round(error * 10**digits):
+        digits = min(6, -math.floor(math.log10(error)))
+    return f"{mean:.{digits}f}({round(error * 10**digits) or '<1'})"
 
 
 def format_power(values: dict[str, list[Any]], stage: int) -> str:
