@@ -316,7 +316,7 @@ def measure_distances(
     for i in range(resamples):
         noise = np.cumsum((permute() if resample is None else weights * resample())[row])
         bootstrap[i] = measure(for_ks + noise, for_wasserstein + noise)
-    index, lacking = estimate_tail(find_spread(pooled, groups))
+    index, lacking = estimate_tail(find_spread(pooled, cells))
     errors = bootstrap.std(0, ddof=1).tolist()
     errors[1] = lacking * errors[1] if index < HEAVY else math.nan
     # One in 20 of all orders of the pooled rows, with the measured one among them, may lie above: `within_band` is then p > 0.05.
@@ -346,14 +346,13 @@ def make_resampler(cells: Int[np.ndarray, " row"], rng: np.random.Generator) -> 
     return resample
 
 
-def find_spread(pooled: Sample, groups: Int[np.ndarray, " row"] | None) -> Float[np.ndarray, " row"]:
-    """How far the values of each row lie from the median of its group, in the mean over the row.
+def find_spread(pooled: Sample, cells: Int[np.ndarray, " row"]) -> Float[np.ndarray, " row"]:
+    """How far the values of each row lie from the median of its cell, in the mean over the row. A cell is the rows of one sample and group.
 
-    From the mean, which a heavy tail pulls away from the values, all small ones would be as far, like a tail.
+    From the mean, which a heavy tail pulls away from the values, all small ones would be as far, like a tail; and so would a small sample
+    far from a large one, from the median of both.
     """
-    if groups is None:
-        return np.abs(pooled - np.median(pooled)).mean(1)
-    values, groups = pooled.ravel(), np.repeat(groups, pooled.shape[1])
+    values, groups = pooled.ravel(), np.repeat(cells, pooled.shape[1])
     counts = np.bincount(groups)
     first = np.cumsum(counts) - counts
     ordered = np.append(values[np.lexsort((values, groups))], 0.0)  # one more: a number without rows may come last
@@ -364,7 +363,7 @@ def find_spread(pooled: Sample, groups: Int[np.ndarray, " row"] | None) -> Float
 def estimate_tail(values: Float[np.ndarray, " row"]) -> tuple[float, float]:
     """The tail index of the law of positive values, and by how much the root of its second moment is larger than that of the sample.
 
-    The index is 1/2 at least if one value makes half of the second moment.
+    The index is 1/2 at least if one value makes half of the second moment, from 25 values on; of fewer it is 1/4.
 
     A sample often lacks the largest values of a heavy tail, so its own variance is too small. In place of its largest values the second
     moment has those of a generalised Pareto law with their mean and this index k; from k = 1/2 on it is infinite. The index is that of

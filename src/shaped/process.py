@@ -26,34 +26,36 @@ def count_cores() -> int:
 
 
 def find_free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that may still be taken before the system kills a process: those that it has available, and what is left of the limits of
-    containers. None where the system does not tell (macOS).
+    """Bytes that may still be taken before the system kills a process: those that it has available, with its swap, and what is left of the
+    limits of containers. None where the system does not tell (macOS).
     """
     try:
         lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-        free = [1024 * int(lines["MemAvailable"].split()[0])]
+        free = [1024 * sum(int(lines[name].split()[0]) for name in ("MemAvailable", "SwapFree") if name in lines or name == "MemAvailable")]
     except (OSError, KeyError, ValueError):
         return None
     with suppress(OSError, ValueError):
         groups = [line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()]
         for controllers, place in groups:
             if controllers == "":
-                names, top = ("memory.max", "memory.current", "inactive_file"), root / "sys/fs/cgroup"
+                names, top = ("memory.max", "memory.current", ("inactive_file", "active_file")), root / "sys/fs/cgroup"
             elif "memory" in controllers.split(","):  # version 1
-                names, top = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), root / "sys/fs/cgroup/memory"
+                names = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+                top = root / "sys/fs/cgroup/memory"
             else:
                 continue
             own = top / place.strip("/")
-            free += filter(None, (_read_limit(folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(top)))
+            left = (_read_limit(folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(top))
+            free += (size for size in left if size is not None)
     return max(0, min(free))
 
 
-def _read_limit(folder: Path, limit: str, usage: str, cached: str) -> int | None:
+def _read_limit(folder: Path, limit: str, usage: str, cached: tuple[str, ...]) -> int | None:
     """What is left of the limit of a control group. Files that are cached count as used there, but make room."""
     try:
         most, used = ((folder / name).read_text().strip() for name in (limit, usage))
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return None if most == "max" else int(most) - int(used) + int(counts.get(cached, 0))
+        return None if most == "max" else int(most) - int(used) + sum(int(counts.get(name, 0)) for name in cached)
     except (OSError, ValueError):
         return None
 

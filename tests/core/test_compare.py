@@ -74,7 +74,9 @@ def test_a_heavy_tail_has_no_error():
     assert all("heavy" not in str(distance) for distance in measure_distances(normal[0], normal[1], 40, rng))
     spread_starts = np.repeat(heavy[0], 2, 0)  # V0 with a heavy tail, but not what paths do from there
     values, groups = spread_starts + rng.standard_normal(spread_starts.shape), np.repeat(np.arange(2000), 2)
-    assert estimate_tail(find_spread(values, groups))[0] < 0.2 < 0.4 < estimate_tail(find_spread(values, None))[0]
+    assert estimate_tail(find_spread(values, groups))[0] < 0.2 < 0.4 < estimate_tail(find_spread(values, 0 * groups))[0]
+    few_and_far = 10.0 + normal[1, :40]  # seen from the median of both samples they would be a tail
+    assert "heavy" not in str(measure_distances(np.concatenate(normal), few_and_far, 40, rng)[1])
 
 
 @pytest.mark.parametrize("k", [0.1, 0.25])

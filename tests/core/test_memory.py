@@ -18,14 +18,16 @@ def write(root: Path, place: str, **files: object) -> None:
 
 def test_the_narrowest_limit_counts(tmp_path: Path):
     assert find_free_memory(tmp_path) is None
-    write(tmp_path, "proc", meminfo="MemTotal:       100 kB\nMemAvailable:   50 kB")
+    write(tmp_path, "proc", meminfo="MemTotal:       100 kB\nMemAvailable:   30 kB\nSwapFree: 20 kB")
     assert find_free_memory(tmp_path) == 50 * 1024
     write(tmp_path, "proc/self", cgroup="3:cpu:/jobs\n0::/jobs/one")
     assert find_free_memory(tmp_path) == 50 * 1024  # a container that does not show its groups
     write(tmp_path, "sys/fs/cgroup/jobs/one", memory__max="max", memory__current=7, memory__stat="anon 1\ninactive_file 2")
     assert find_free_memory(tmp_path) == 50 * 1024
-    write(tmp_path, "sys/fs/cgroup/jobs", memory__max=4000, memory__current=1000, memory__stat="anon 1\ninactive_file 200")
+    write(tmp_path, "sys/fs/cgroup/jobs", memory__max=4000, memory__current=1000, memory__stat="anon 1\ninactive_file 150\nactive_file 50")
     assert find_free_memory(tmp_path) == 3200
+    write(tmp_path, "sys/fs/cgroup/jobs", memory__max=4000, memory__current=4000, memory__stat="anon 1")
+    assert find_free_memory(tmp_path) == 0
 
 
 def test_groups_of_the_first_version_count_too(tmp_path: Path):

@@ -69,6 +69,10 @@ def test_gradients_and_copies_need_memory_too(monkeypatch: pytest.MonkeyPatch):
         shaped.diagnose(model, batch)
     let_free(monkeypatch, 2 * size)
     assert shaped.diagnose(model, batch, seeds=2).bands.stacks
+    let_free(monkeypatch, 1000)
+    spread_out = nn.Sequential(nn.Linear(4, 4), nn.Linear(1000, 1000, device="meta"))  # as of several devices: only the first is here
+    memory.check_gradients(spread_out)
+    assert not memory.find_lack_of_copies(spread_out)
 
 
 def test_training_is_refused_before_its_model_is_built(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shaped.diagnosis.observation import find_device
 from shaped.process import check_memory, find_free_memory
 
 PREDICT = "`shaped predict`, which makes no weights"
@@ -38,15 +37,15 @@ def check_config(kind: Any, config: Any, *, drawn: bool) -> None:
 
 def check_gradients(model: nn.Module) -> None:
     """Refuses a model in memory whose gradients would not fit beside it. A GPU says itself that it is full."""
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad and p.ndim >= 2)
-    if find_device(model).type == "cpu":
-        check_memory("model", "gradients", trained, "fewer layers, or weights in torch.bfloat16")
+    here = [p for p in model.parameters() if p.device.type == "cpu" and p.requires_grad and p.ndim >= 2]
+    trained = sum(p.numel() * p.element_size() for p in here)
+    check_memory("model", "gradients", trained, "fewer layers, or weights in torch.bfloat16")
 
 
 def find_lack_of_copies(model: nn.Module) -> str:
     """Why no copy with fresh weights can be made, in words; empty if memory has room for one and its gradients."""
-    needed, free = 2 * count_bytes(model), find_free_memory()
-    if find_device(model).type != "cpu" or free is None or needed <= free:
+    needed, free = 2 * sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "cpu"), find_free_memory()
+    if free is None or needed <= free:
         return ""
     return f"a copy and its gradients take {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free"
 

@@ -205,7 +205,8 @@ class ShapedModel(ShapedPreTrainedModel):
             raise ValueError("input_ids or inputs_embeds must be given, and not both, got " + ("none" if input_ids is None else "both"))
         x = self.embedding.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        check_columns(attention_mask, seen, x.shape[1], seen + x.shape[1])
+        if past_key_values is None or isinstance(past_key_values, DynamicCache):  # masks of static caches may be as long as the cache
+            check_columns(attention_mask, seen, x.shape[1], seen + x.shape[1])
         # Before a cache is made: with one transformers does not look for packed sequences, which then see one another.
         if self.config.is_decoder:
             mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)

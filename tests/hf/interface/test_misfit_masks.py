@@ -36,6 +36,9 @@ def test_a_static_cache_is_longer_than_its_mask(make):
     for part in (slice(0, 8), slice(8, 9)):
         found = model(ids[:, part], attention_mask=torch.ones_like(ids[:, : part.stop]), past_key_values=cache).logits
     assert (found[:, -1] - model(ids, use_cache=False).logits[:, -1]).abs().max() < 1e-10
+    whole = (torch.arange(16) < 9).long().expand(len(ids), -1)  # as long as the cache, so that a compiled step has one shape
+    found = model(ids, attention_mask=whole, past_key_values=StaticCache(config=model.config, max_cache_len=16)).logits
+    assert (found - model(ids, use_cache=False).logits).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("make", [bert, gpt2, own])

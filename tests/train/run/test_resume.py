@@ -326,10 +326,13 @@ def test_a_run_does_not_go_on_with_other_text(is_finished: bool, tiny: Settings,
         data.prepare([str(text)], tmp_path / name, vocab=80, length=length, valid_share=0.2, progress=False)
         with refused("data must be what the run", name):
             pretrain(replace(tiny, data=tmp_path / name), log=lambda _: None)
-    if is_finished:
+    if result is not None:
         with refused("data must be a folder made by", "text.txt"):
             pretrain(replace(tiny, data=text), log=lambda _: None)
         assert pretrain(replace(tiny, data=tmp_path / "gone"), log=lambda _: None) == result
+        done = tiny.out / "result.json"
+        write_sealed(done, {name: value for name, value in read_json(done).items() if name not in ("data", "seal")})  # of an older version
+        assert pretrain(tiny, log=lambda _: None).test_loss == result.test_loss
 
 
 def test_a_run_from_before_a_setting_existed_goes_on(tiny: Settings):

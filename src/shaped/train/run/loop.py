@@ -49,7 +49,8 @@ def pretrain(settings: Settings, *, log: Log = print, progress: bool = False, st
         if done.exists():
             check_files(settings.out)
             result = Result.read(done)
-            if settings.data.exists():  # where it was removed, the run is still finished
+            # Where the data were removed, the run is still finished; results of older versions do not say what they were.
+            if result.data and (settings.data.is_file() or (settings.data / "data.json").exists()):
                 refuse_other_data(result.data, hash_data(load_data(settings.data)), settings)
             return result
         with join_processes(settings.device) as (rank, world):
