@@ -16,7 +16,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 
 import shaped
 from shaped.diagnosis.page import render_page
-from shaped.diagnosis.page.axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, Axis, choose_axis, place_stage
+from shaped.diagnosis.page.axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, Axis, choose_axis, place_stage, write_ticks
 from shaped.diagnosis.page.axes import WIDTH as BREADTH
 from shaped.diagnosis.page.charts import draw_curve, draw_gradients, draw_heads
 from shaped.diagnosis.page.document import CURVES
@@ -208,6 +208,15 @@ def test_points_and_bands_are_where_their_values_are():
     assert f'class="limit" x1="{LEFT}" x2="{BREADTH - RIGHT}" y1="{Axis(0.0, 1.0, False).place(0.5):.1f}"' in broken
     assert broken.count("dot flag") == 1
     assert place_stage(1, 3) == pytest.approx(LEFT + (BREADTH - LEFT - RIGHT) / 3)
+
+
+def test_numbers_of_an_axis_are_those_of_its_lines():
+    """Three digits would write 1.01 at 1.005 and at 1.01."""
+    for low, high in ((0.995, 1.015), (3.3, 3.5), (0.0, 1.0), (1234.0, 1236.0), (-0.5, 1.0)):
+        ticks = Axis(low, high, False).ticks
+        assert [float(label) for label in write_ticks(ticks)] == pytest.approx(ticks, abs=1e-3 * (high - low))
+    assert write_ticks(Axis(0.02, 50.0, True).ticks)[0] == "0.1"
+    assert write_ticks(Axis(0.995, 1.015, False).ticks)[2] == "1.005"
 
 
 def test_axes_hold_all_values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shaped.html.text import show
 
@@ -87,10 +88,17 @@ def draw_layers(depth: int) -> str:
     return f'{numbers}<text x="{WIDTH - RIGHT:.1f}" y="{HEIGHT - 4:.1f}" text-anchor="end">layer</text>'
 
 
+def write_ticks(ticks: list[float]) -> list[str]:
+    """With three digits, or as many as they need: on an axis from 0.995 to 1.015 three would write 1.01 twice."""
+    least = min((abs(b - a) for a, b in pairwise(ticks)), default=math.inf)
+    digits = next((n for n in range(3, 15) if all(abs(float(f"{tick:.{n}g}") - tick) < 0.01 * least for tick in ticks)), 15)
+    return [show(tick) if digits == 3 else f"{tick:.{digits}g}" for tick in ticks]
+
+
 def draw_axis(axis: Axis) -> str:
     """Lines across the chart, with their numbers."""
     return "".join(
         f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{axis.place(tick):.1f}" y2="{axis.place(tick):.1f}"/>'
-        f'<text x="{LEFT - 5}" y="{axis.place(tick) + 4:.1f}" text-anchor="end">{show(tick)}</text>'
-        for tick in axis.ticks
+        f'<text x="{LEFT - 5}" y="{axis.place(tick) + 4:.1f}" text-anchor="end">{label}</text>'
+        for tick, label in zip(axis.ticks, write_ticks(axis.ticks), strict=True)
     )
